@@ -1,0 +1,1 @@
+"""dmuon_jax: the Muon optimizer for JAX at distributed scale."""
