@@ -117,6 +117,12 @@ class Model:
         makespan = int(self.loads(counts, table).max(initial=0))
         return makespan + int(self.slots(counts) @ self.slot_ticks)
 
+    def best(
+        self, candidates: tuple[Counts, ...], table: tuple[np.ndarray, ...]
+    ) -> Counts:
+        """Returns the first of the plans with the smallest objective."""
+        return min(candidates, key=lambda counts: self.objective(counts, table))
+
 
 def build_model(problem: Problem) -> Model:
     """Turns *problem* into integers.

@@ -151,6 +151,25 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
+class Limits:
+    """Where the solver stops; never by the clock, so that every process stops alike.
+
+    Attributes:
+      nodes: Branch-and-bound nodes of each program.
+      patterns: Count patterns of each program.
+      rel_gap: A plan this close to the bound is good enough.
+    """
+
+    nodes: int = 500
+    patterns: int = 1000
+    rel_gap: float = 1e-3
+
+    def __post_init__(self):
+        if self.nodes < 0 or self.patterns < 0 or not self.rel_gap >= 0:
+            raise ValueError(f"limits must not be negative, got {self}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Solution:
     """A plan in numbers.
 
