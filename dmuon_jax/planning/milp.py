@@ -113,13 +113,19 @@ def solve_packing(
     return Outcome(num, slots, bound, "")
 
 
+class Quiet(highspy.Highs):
+    """HiGHS without callbacks, whose set-up prints a banner before it can be silenced."""
+
+    def __init__(self):
+        super(highspy.Highs, self).__init__()
+
+
 def _configured(limits: Limits) -> highspy.Highs:
     # A pool of threads that an earlier solve in this process started would make a
     # one-thread solve fail; a reset lets HiGHS start a new one.
     highspy.Highs.resetGlobalScheduler(True)
-    highs = highspy.Highs()
+    highs = Quiet()
     for name, value in (
-        ("log_to_console", False),
         ("output_flag", False),
         ("threads", 1),
         ("random_seed", 0),
