@@ -13,7 +13,7 @@ Sources:
   b200: NVIDIA Blackwell architecture brief and HGX B200 datasheet (1000 W).
   NVLink figures there add both directions; the table holds one direction. Between
   nodes: one 200 Gb/s (a100, a800) or 400 Gb/s (others) network card per GPU, as in
-  NVIDIA's DGX A100, H100, H200 and B200.
+  NVIDIA's DGX A100, H100, H200 and B200. TF32 is half the 16-bit rate in all.
 * tpu-*: docs.cloud.google.com/tpu/docs/v5e, /v5p, /v6e. Chip-to-chip bandwidth
   there adds both directions of every port; the table holds one direction over all
   ports. A "node" of a TPU is its slice, the widest set joined by chip-to-chip
@@ -36,6 +36,8 @@ class Device:
       name: key in `DEVICES`.
       peak_16bit_flops: matmul FLOP/s in bf16 or fp16 with fp32 accumulation.
       peak_32bit_flops: matmul FLOP/s in fp32 at full precision.
+      peak_tf32_flops: matmul FLOP/s on fp32 operands at XLA's default precision,
+        which is TF32 on GPUs, one bf16 pass on TPUs and plain fp32 on CPUs.
       memory_bandwidth: device memory, bytes/s.
       memory_bytes: size of device memory.
       intra_bandwidth: bytes/s one device can send inside its node.
@@ -52,6 +54,7 @@ class Device:
     name: str
     peak_16bit_flops: float
     peak_32bit_flops: float
+    peak_tf32_flops: float
     memory_bandwidth: float
     memory_bytes: int
     intra_bandwidth: float
@@ -64,9 +67,18 @@ class Device:
     memory_efficiency: float = 0.75
     link_efficiency: float = 0.78
 
-    def matmul_us(self, flops: float, itemsize: int = 2) -> float:
-        """Time of `flops` of matmul on operands of `itemsize` bytes."""
-        peak = self.peak_16bit_flops if itemsize <= 2 else self.peak_32bit_flops
+    def matmul_us(self, flops: float, itemsize: int = 2, precise: bool = True) -> float:
+        """Time of `flops` of matmul.
+
+        Args:
+          flops: two for a multiplication and its addition.
+          itemsize: bytes of an operand's element.
+          precise: whether 4-byte operands are multiplied in full precision
+            (``jax.lax.Precision.HIGHEST``) rather than as XLA does by default.
+        """
+        peak = self.peak_32bit_flops if precise else self.peak_tf32_flops
+        if itemsize <= 2:
+            peak = self.peak_16bit_flops
         return 1e6 * flops / (peak * self.matrix_efficiency)
 
     def stream_us(self, num_bytes: float) -> float:
@@ -101,6 +113,7 @@ def gpu(
         name=name,
         peak_16bit_flops=peak_tflops[0] * 1e12,
         peak_32bit_flops=peak_tflops[1] * 1e12,
+        peak_tf32_flops=peak_tflops[0] / 2 * 1e12,
         memory_bandwidth=memory[0] * 1e9,
         memory_bytes=memory[1] * 10**9,
         intra_bandwidth=links[0] * 1e9,
@@ -123,6 +136,7 @@ def tpu(
         name=name,
         peak_16bit_flops=peak_tflops * 1e12,
         peak_32bit_flops=peak_tflops * 1e12 / 6,
+        peak_tf32_flops=peak_tflops * 1e12,
         memory_bandwidth=memory[0] * 1e9,
         memory_bytes=memory[1] * 10**9,
         intra_bandwidth=links[0] * 1e9,
@@ -138,6 +152,7 @@ CPU = Device(
     name="cpu",
     peak_16bit_flops=0.05e12,
     peak_32bit_flops=0.1e12,
+    peak_tf32_flops=0.1e12,
     memory_bandwidth=20e9,
     memory_bytes=16 * 10**9,
     intra_bandwidth=5e9,
