@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 
 from dmuon_jax.planning.devices import Device, device_named
-from dmuon_jax.proof.collectives import Collective, collectives
+from dmuon_jax.proof.collective import Collective, collectives
 from dmuon_jax.proof.flops import Flops, dot_flops
 from dmuon_jax.proof.hlo import Module, parse
 from dmuon_jax.proof.report import table

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 
 from dmuon_jax.proof.hlo import Computation, Instruction, Module, Shape, leaves, parse
+from dmuon_jax.proof.loops import trip_count
 
 LIBRARY_MATMULS = ("__cublas$", "__onednn$matmul", "__hipblas$", "EigenMatMul")
 KERNELS = ("triton", "mosaic", "tpu_custom_call", "pallas")
@@ -194,9 +195,12 @@ class Counter:
         if item.opcode == "conditional":
             return max(self.branches(item), default=0.0)
         inside = sum(self.computation(name) for name in item.all_called)
-        if item.opcode == "while" and inside and item.trip_count is None:
+        if item.opcode != "while":
+            return inside
+        trips = trip_count(self.module, where, item)
+        if inside and trips is None:
             self.unknown_loops.append(item.name)
-        return inside * (item.trip_count or 1) if item.opcode == "while" else inside
+        return inside * (1 if trips is None else trips)
 
     def branches(self, item: Instruction) -> tuple[float, ...]:
         """FLOPs of each branch of a conditional."""
@@ -222,15 +226,16 @@ class Counter:
 def conditionals(counter: Counter, name: str, times: int) -> list[Conditional]:
     """Conditionals with matmuls below computation `name`, outermost only."""
     found = []
-    for item in counter.module.computations[name].instructions:
+    where = counter.module.computations[name]
+    for item in where.instructions:
         if item.opcode == "conditional":
             branches = counter.branches(item)
             if any(branches):
                 found.append(Conditional(item.name, item.op_name, times, branches))
         elif item.opcode in ("while", "call", "async-start"):
-            inner = times * (item.trip_count or 1)
+            trips = trip_count(counter.module, where, item) if item.opcode == "while" else 1
             for called in item.all_called:
-                found += conditionals(counter, called, inner)
+                found += conditionals(counter, called, times * (trips or 1))
     return found
 
 

@@ -21,7 +21,6 @@ ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
 COMMENT = re.compile(r"/\*.*?\*/")
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\],]')
 REFERENCE = re.compile(r"%([\w.\-]+)")
-TRIP_COUNT = re.compile(r'known_trip_count\\?"?[:=]\{\\?"n\\?":\\?"(\d+)\\?"')
 CALL_KEYS = (
     "calls",
     "to_apply",
@@ -114,12 +113,6 @@ class Instruction:
     def custom_call_target(self) -> str:
         """Target of a custom-call, else empty."""
         return self.attributes.get("custom_call_target", "").strip('"')
-
-    @property
-    def trip_count(self) -> int | None:
-        """Iterations of a ``while`` where the compiler knows them."""
-        match = TRIP_COUNT.search(self.attributes.get("backend_config", ""))
-        return int(match.group(1)) if match else None
 
     def called(self, key: str) -> tuple[str, ...]:
         """Names of the computations that attribute `key` refers to."""

@@ -17,10 +17,18 @@ import dataclasses
 from collections.abc import Mapping
 
 from dmuon_jax.planning.devices import Device
-from dmuon_jax.proof.collectives import buffer_bytes, groups_of, is_asynchronous, kind_of
+from dmuon_jax.proof.collective import (
+    Issued,
+    awaited,
+    buffer_bytes,
+    groups_of,
+    issued,
+    kind_of,
+)
 from dmuon_jax.proof.costs import Operands, collective_us, compute_us, matmul_operands
 from dmuon_jax.proof.flops import Counter
 from dmuon_jax.proof.hlo import Computation, Instruction, Module
+from dmuon_jax.proof.loops import trip_count
 from dmuon_jax.proof.traffic import memory_bytes
 
 FREE = frozenset(
@@ -128,14 +136,14 @@ class Simulator:
         for item in computation.instructions:
             if item.opcode in FREE:
                 continue
-            if kind_of(item.opcode) is not None:
-                self.collective(computation, item)
-            elif item.opcode.endswith("-done"):
-                self.wait(item.operands[0])
-            elif item.opcode == "async-start":
-                self.asynchronous(item)
+            launched = issued(self.module, computation, item)
+            start = awaited(self.module, item)
+            if launched:
+                self.launch(launched)
+            elif start is not None:
+                self.wait(start)
             elif item.opcode == "while":
-                self.loop(item)
+                self.loop(computation, item)
             elif item.opcode == "conditional":
                 self.conditional(item)
             elif item.opcode == "call":
@@ -166,11 +174,12 @@ class Simulator:
         for pending in self.pending.values():
             pending.hidden_by.append(item.name)
 
-    def collective(self, where: Computation, item: Instruction) -> None:
-        """Issue a collective; wait for it at once if it is synchronous."""
-        self.issue(where, item, item.name)
-        if not is_asynchronous(item):
-            self.wait(item.name)
+    def launch(self, launched: Issued) -> None:
+        """Issue collectives; wait for them at once if they are synchronous."""
+        for where, inner in launched.collectives:
+            self.issue(where, inner, launched.key)
+        if not launched.asynchronous:
+            self.wait(launched.key)
 
     def issue(self, where: Computation, item: Instruction, key: str) -> None:
         """Put a collective on the communication stream; its done will name `key`."""
@@ -205,19 +214,9 @@ class Simulator:
                     )
                 )
 
-    def asynchronous(self, item: Instruction) -> None:
-        """A wrapped start: its collectives run on the communication stream."""
-        for name in item.all_called:
-            body = self.module.computations[name]
-            for inner in body.instructions:
-                if kind_of(inner.opcode) is not None:
-                    self.issue(body, inner, item.name)
-                elif inner.opcode not in FREE:
-                    self.compute(body, inner)
-
-    def loop(self, item: Instruction) -> None:
+    def loop(self, where: Computation, item: Instruction) -> None:
         """Run the body once and repeat its length."""
-        trips = item.trip_count or 1
+        trips = trip_count(self.module, where, item) or 1
         outer_times, start_us = self.times, self.now_us
         self.times = outer_times * trips
         for name in item.called("body"):

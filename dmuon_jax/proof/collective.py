@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from dmuon_jax.proof.groups import Groups, permute_groups, replica_groups
 from dmuon_jax.proof.hlo import Computation, Instruction, Module, parse, total_bytes
+from dmuon_jax.proof.loops import trip_count
 
+CHAIN = re.compile(r'chain_id="([^"]*)"')
 KINDS = (
     "all-gather",
     "all-reduce",
@@ -68,6 +71,21 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Issued:
+    """Collectives that one instruction puts on the links.
+
+    Attributes:
+      collectives: each with the computation it stands in.
+      key: what the matching done is known by (see `awaited`).
+      asynchronous: whether there is one.
+    """
+
+    collectives: tuple[tuple[Computation, Instruction], ...]
+    key: str
+    asynchronous: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Place:
     """Where in the call graph a computation runs."""
 
@@ -75,28 +93,6 @@ class Place:
     times: int = 1
     in_loop: bool = False
     in_branch: bool = False
-    asynchronous: bool = False
-
-
-def places(module: Module, place: Place) -> Iterator[Place]:
-    """`place` and all that it calls, once per call site, in text order."""
-    yield place
-    for item in place.computation.instructions:
-        if item.opcode == "fusion" or not item.all_called:
-            continue
-        inner = place
-        if item.opcode == "while":
-            times = place.times * (item.trip_count or 1)
-            inner = dataclasses.replace(place, in_loop=True, times=times)
-        elif item.opcode == "conditional":
-            inner = dataclasses.replace(place, in_branch=True)
-        elif item.opcode == "async-start":
-            inner = dataclasses.replace(place, asynchronous=True)
-        elif item.opcode != "call":
-            continue
-        for name in item.all_called:
-            computation = module.computations[name]
-            yield from places(module, dataclasses.replace(inner, computation=computation))
 
 
 def kind_of(opcode: str) -> str | None:
@@ -133,6 +129,93 @@ def is_asynchronous(item: Instruction) -> bool:
     return item.opcode.endswith("-start") and '"is_sync":true' not in config
 
 
+def chain(body: Computation) -> str | None:
+    """Name of the chain of TPU fusions that advance one collective together."""
+    for item in body.instructions:
+        match = CHAIN.search(item.attributes.get("frontend_attributes", ""))
+        if match is not None and kind_of(item.opcode) is not None:
+            return f"chain {match.group(1)}"
+    return None
+
+
+def targets(body: Computation) -> set[str]:
+    """Targets of the custom-calls in a computation."""
+    return {item.custom_call_target for item in body.instructions}
+
+
+def issued(module: Module, where: Computation, item: Instruction) -> Issued | None:
+    """What `item` puts on the links, None for all that is no start of a collective.
+
+    A start may be an instruction of its own, a generic ``async-start`` around one or
+    several collectives, or (TPU) a fusion that begins a chain. A collective inside
+    any other fusion runs with it.
+    """
+    if kind_of(item.opcode) is not None:
+        return Issued(((where, item),), item.name, is_asynchronous(item))
+    if item.opcode not in ("fusion", "async-start"):
+        return None
+    body = module.computations[item.called("calls")[0]]
+    inner = tuple((body, part) for part in body.instructions if kind_of(part.opcode))
+    if not inner:
+        return None
+    if item.opcode == "async-start":
+        return Issued(inner, item.name, True)
+    key = chain(body)
+    if key is None:
+        return Issued(inner, item.name, False)
+    return Issued(inner, key, True) if "AsyncCollectiveStart" in targets(body) else None
+
+
+def awaited(module: Module, item: Instruction) -> str | None:
+    """Key of the collectives that `item` waits for, None where it waits for none."""
+    if item.opcode.endswith("-done"):
+        return item.operands[0]
+    if item.opcode == "fusion":
+        body = module.computations[item.called("calls")[0]]
+        if "AsyncCollectiveDone" in targets(body):
+            return chain(body)
+    return None
+
+
+def places(module: Module, place: Place) -> Iterator[Place]:
+    """`place` and all that it calls, once per call site, in text order."""
+    yield place
+    for item in place.computation.instructions:
+        inner = place
+        if item.opcode == "while":
+            trips = trip_count(module, place.computation, item)
+            times = place.times * (1 if trips is None else trips)
+            inner = dataclasses.replace(place, in_loop=True, times=times)
+        elif item.opcode == "conditional":
+            inner = dataclasses.replace(place, in_branch=True)
+        elif item.opcode != "call":
+            continue
+        for name in item.all_called:
+            computation = module.computations[name]
+            yield from places(module, dataclasses.replace(inner, computation=computation))
+
+
+def described(
+    module: Module, place: Place, launched: Issued
+) -> Iterator[Collective]:
+    """The collectives of one start."""
+    for where, item in launched.collectives:
+        groups = groups_of(item, module.num_devices)
+        yield Collective(
+            name=item.name,
+            kind=kind_of(item.opcode),
+            num_bytes=buffer_bytes(where, item),
+            group_size=max((len(group) for group in groups), default=1),
+            groups=groups,
+            asynchronous=launched.asynchronous,
+            in_loop=place.in_loop,
+            in_branch=place.in_branch,
+            times=place.times,
+            computation=where.name,
+            op_name=item.op_name,
+        )
+
+
 def collectives(module_or_text: Module | str) -> tuple[Collective, ...]:
     """All collectives of a program in the order of their text, callers first.
 
@@ -142,26 +225,10 @@ def collectives(module_or_text: Module | str) -> tuple[Collective, ...]:
     module = module_or_text
     if isinstance(module, str):
         module = parse(module)
-    found = []
+    found: list[Collective] = []
     for place in places(module, Place(module.entry)):
         for item in place.computation.instructions:
-            kind = kind_of(item.opcode)
-            if kind is None:
-                continue
-            groups = groups_of(item, module.num_devices)
-            found.append(
-                Collective(
-                    name=item.name,
-                    kind=kind,
-                    num_bytes=buffer_bytes(place.computation, item),
-                    group_size=max((len(group) for group in groups), default=1),
-                    groups=groups,
-                    asynchronous=place.asynchronous or is_asynchronous(item),
-                    in_loop=place.in_loop,
-                    in_branch=place.in_branch,
-                    times=place.times,
-                    computation=place.computation.name,
-                    op_name=item.op_name,
-                )
-            )
+            launched = issued(module, place.computation, item)
+            if launched is not None:
+                found += described(module, place, launched)
     return tuple(found)
