@@ -92,11 +92,22 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
+class Repeat:
+    """The further iterations of a loop, whose first one is in the events."""
+
+    name: str
+    start_us: float
+    end_us: float
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Timeline:
     """All events of a step and what they add up to, microseconds."""
 
     device: str
     events: tuple[Event, ...]
+    repeats: tuple[Repeat, ...]
     step_us: float
 
     def total_us(self, lane: str) -> float:
@@ -129,6 +140,7 @@ class Simulator:
         self.link_free_us = 0.0
         self.times = 1
         self.events: list[Event] = []
+        self.repeats: list[Repeat] = []
         self.pending: dict[str, Pending] = {}
 
     def run(self, computation: Computation) -> None:
@@ -223,7 +235,9 @@ class Simulator:
             self.run(self.module.computations[name])
         self.times = outer_times
         rest_us = (trips - 1) * (self.now_us - start_us)
-        self.now_us += rest_us
+        end_us = self.now_us + rest_us
+        self.repeats.append(Repeat(item.name, self.now_us, end_us, trips - 1))
+        self.now_us = end_us
         self.link_free_us += rest_us
 
     def conditional(self, item: Instruction) -> None:
@@ -261,4 +275,9 @@ def simulate_streams(
     simulator.run(module.entry)
     for start in tuple(simulator.pending):
         simulator.wait(start)
-    return Timeline(device.name, tuple(simulator.events), simulator.now_us)
+    return Timeline(
+        device=device.name,
+        events=tuple(sorted(simulator.events, key=lambda event: event.start_us)),
+        repeats=tuple(simulator.repeats),
+        step_us=simulator.now_us,
+    )
