@@ -236,10 +236,10 @@ def join(x: jax.Array, side: Side) -> jax.Array:
     names = side.gathered + side.exchanged
     order = [len(names)]
     for i, (_, axes) in enumerate(side.dims):
-        order += [names.index(name) for name in axes if name in names]
+        order += [names.index(name) for name in axes]
         order.append(len(names) + 1 + i)
     x = jnp.transpose(x, order)
-    return x.reshape(x.shape[0], *parcel_shape(side))
+    return x.reshape(x.shape[0], *side.parcel_shape)
 
 
 def split(x: jax.Array, side: Side) -> jax.Array:
@@ -249,10 +249,9 @@ def split(x: jax.Array, side: Side) -> jax.Array:
     blocks = []
     for size, axes in side.dims:
         for name in axes:
-            if name in names:
-                where[name] = len(shape)
-                shape.append(side.mesh.size((name,)))
+            where[name] = len(shape)
+            shape.append(side.mesh.size((name,)))
         blocks.append(len(shape))
-        shape.append(size // side.mesh.size([n for n in axes if n in names]))
+        shape.append(size // side.mesh.size(axes))
     order = [*(where[name] for name in names), 0, *blocks]
     return jnp.transpose(x.reshape(shape), order)

@@ -41,7 +41,7 @@ class Layout:
 
     Attributes:
       mesh: the mesh's axes.
-      dtype: dtype name of the leaves.
+      dtype: dtype name in which blocks arrive and leave: float32 or wider.
       reduction: the reduction dimensions, in order.
       output: the output dimensions, in order.
       pieces: how a parcel is cut into matrices (empty: not at all).
@@ -97,6 +97,7 @@ class Layout:
         return Side(
             mesh=self.mesh,
             inward=inward,
+            parcel_shape=self.parcel_shape,
             dims=tuple(
                 (dim.size, dim.axes_in if inward else dim.axes_out) for dim in self.dims
             ),
@@ -114,6 +115,7 @@ class Side:
     Attributes:
       mesh: the mesh's axes.
       inward: whether this is the way to the owners.
+      parcel_shape: (fan_in, fan_out).
       dims: size and cutting axes of each matrix dimension.
       owner: axes whose coordinate tells slots apart on this way, in mesh order.
       exchanged: those that cut a matrix dimension: one all-to-all over them.
@@ -123,6 +125,7 @@ class Side:
 
     mesh: MeshShape
     inward: bool
+    parcel_shape: tuple[int, int]
     dims: tuple[tuple[int, Axes], ...]
     owner: Axes
     exchanged: Axes
@@ -223,7 +226,7 @@ def leaf_layout(leaf: Leaf, mesh: MeshShape, owner_axes: Axes) -> LeafLayout:
     }
     layout = Layout(
         mesh=mesh,
-        dtype=leaf.dtype,
+        dtype=wide_dtype(leaf.dtype),
         reduction=tuple(dims[axis] for axis in leaf.reduction_axes),
         output=tuple(dims[axis] for axis in leaf.output_axes),
         pieces=leaf.pieces,
@@ -233,6 +236,11 @@ def leaf_layout(leaf: Leaf, mesh: MeshShape, owner_axes: Axes) -> LeafLayout:
         free=tuple(n for n in mesh.ordered(owner_axes) if n not in forced),
     )
     return LeafLayout(leaf, layout, tuple(batch))
+
+
+def wide_dtype(dtype: str) -> str:
+    """``dtype``, or float32 where that is wider."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
 def compatible(leaf: Leaf) -> bool:
