@@ -20,8 +20,8 @@ def lower_bound(model: Model) -> int:
     """
     if not model.num_parcels.any():
         return 0
-    exchange = int(model.min_slots @ model.slot_ticks)
-    return exchange + max(volume_bound(model), pigeonhole_bound(model))
+    makespan = max(volume_bound(model), pigeonhole_bound(model))
+    return model.least_fixed_ticks() + makespan
 
 
 def volume_bound(model: Model) -> int:

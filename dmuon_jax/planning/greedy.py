@@ -83,6 +83,8 @@ def greedy_counts(
     spread = Spread(model, table, start)
     for task in _longest_first(model, table):
         family, step = model.family_of[task], model.pieces[task]
+        if not step.any():
+            spread.counts[task][:] = even_counts(model)[task]
         placed = int(spread.counts[task].sum())
         left = int(model.num_parcels[task]) - placed
         rounds = left // int(model.owners[task]) - KEPT_ROUNDS

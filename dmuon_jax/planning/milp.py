@@ -84,7 +84,7 @@ def solve_packing(
       model: The problem.
       packing: The patterns and the sand.
       known: Ticks: objective of the best plan so far.
-      floor: Ticks that no plan's makespan is below; the level T[0].
+      floor: Ticks that no plan's makespan, padded buckets aside, is below: T[0].
       limits: Where to stop.
     """
     slots = model.min_slots.copy()
@@ -203,7 +203,7 @@ def _build(
     sizes = [len(members) for members, _ in packing.kinds]
     limit = np.repeat(sizes, [len(own) for own in packing.patterns])
     cost = np.concatenate([np.zeros(first_w), steps, price, [1.0]])
-    offset = (floor + int(model.min_slots @ model.slot_ticks)) / known
+    offset = (floor + model.least_fixed_ticks()) / known
     return _program(cost, offset, np.append(limit, np.ones(len(cost) - first_w)), rows)
 
 

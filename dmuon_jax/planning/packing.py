@@ -71,7 +71,7 @@ def relaxed_packing(
     """
     held = np.zeros((1, len(model.shapes)), np.int64)
     kinds = ((np.arange(model.num_devices), held),)
-    tasks = np.flatnonzero(model.num_parcels)
+    tasks = np.flatnonzero((model.num_parcels > 0) & model.pieces.any(axis=1))
     repeats = model.num_devices // model.owners
     return _pack(model, table, kinds, tasks, repeats, slack, most)
 
@@ -96,7 +96,7 @@ def family_packing(
         model,
         table,
         tuple((np.array(owners), rows) for owners, rows in kinds.values()),
-        np.flatnonzero(inside & (model.num_parcels > 0)),
+        np.flatnonzero(inside & (model.num_parcels > 0) & model.pieces.any(axis=1)),
         np.ones(model.num_tasks, np.int64),
         slack,
         most,

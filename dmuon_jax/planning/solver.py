@@ -59,8 +59,9 @@ def solve(
 
 
 def _start(model: Model, bound: int) -> Found:
+    pieces = model.pieces + model.padding
     means = [
-        max(1, round(float((model.pieces[:, b] * model.num_parcels / model.owners).sum())))
+        max(1, round(float((pieces[:, b] * model.num_parcels / model.owners).sum())))
         for b in range(len(model.shapes))
     ]
     methods = tuple(
@@ -163,8 +164,7 @@ def _improve(model: Model, found: Found, limits: Limits) -> Found:
 def _slack(model: Model, found: Found) -> tuple[int, int]:
     """Returns what a better plan may take: makespan, and price of more slots."""
     objective = _objective(model, found)
-    exchange = int(model.min_slots @ model.slot_ticks)
-    return objective - 1 - exchange, objective - found.bound
+    return objective - 1 - model.least_fixed_ticks(), objective - found.bound
 
 
 def _take(
@@ -188,7 +188,7 @@ def _take(
 
 def _solution(model: Model, problem: Problem, found: Found) -> Solution:
     table = model.table(found.methods)
-    makespan = int(model.loads(found.counts, table).max(initial=0))
+    makespan = model.makespan(found.counts, table)
     objective = _objective(model, found)
     bound = min(found.bound, objective)
     gap = (objective - bound) / objective if objective else 0.0
@@ -200,6 +200,11 @@ def _solution(model: Model, problem: Problem, found: Found) -> Solution:
     return Solution(
         counts=tuple(tuple(row.tolist()) for row in found.counts),
         methods=tuple(zip(model.shapes, found.methods, strict=True)),
+        padded=tuple(
+            shape
+            for shape, used in zip(model.shapes, model.padding.any(axis=0), strict=True)
+            if used
+        ),
         makespan_us=makespan / TICKS_PER_US,
         exchange_us=exchange_us,
         objective_us=objective / TICKS_PER_US,
