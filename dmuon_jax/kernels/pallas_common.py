@@ -1,0 +1,36 @@
+"""What the Pallas kernels share: types of results under shard_map, and padding."""
+
+import jax
+import jax.numpy as jnp
+
+from dmuon_jax.kernels.tiles import round_up
+
+
+def varying_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """*arrays*, each varying over every manual mesh axis that one of them varies over.
+
+    Pallas calls, unlike JAX's own operations, do not do this by themselves.
+    """
+    axes = [jax.typeof(array).manual_axis_type.varying for array in arrays]
+    union = frozenset().union(*axes)
+    return tuple(
+        jax.lax.pcast(array, tuple(sorted(union - have)), to="varying")
+        if union - have
+        else array
+        for array, have in zip(arrays, axes, strict=True)
+    )
+
+
+def result_like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result: the dtype and varying axes of the operand *x*."""
+    return jax.ShapeDtypeStruct(
+        shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type
+    )
+
+
+def pad_matrices(x: jax.Array, multiple: int) -> jax.Array:
+    """*x* `[..., p, q]` with zeros up to multiples of *multiple* in both of p and q."""
+    widths = [(0, round_up(size, multiple) - size) for size in x.shape[-2:]]
+    if widths == [(0, 0), (0, 0)]:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)
