@@ -28,9 +28,19 @@ def result_like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     )
 
 
-def pad_matrices(x: jax.Array, multiple: int) -> jax.Array:
-    """*x* `[..., p, q]` with zeros up to multiples of *multiple* in both of p and q."""
-    widths = [(0, round_up(size, multiple) - size) for size in x.shape[-2:]]
-    if widths == [(0, 0), (0, 0)]:
-        return x
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)
+def flatten_batch(x: jax.Array | None, kept: int) -> jax.Array | None:
+    """*x* with its leading dimensions, all but the last *kept*, made one."""
+    if x is None:
+        return None
+    return x.reshape(-1, *x.shape[x.ndim - kept :])
+
+
+def pad_matrices(x: jax.Array | None, rows: int, columns: int) -> jax.Array | None:
+    """*x* `[batch, p, q]`, zeros added up to multiples of *rows* and of *columns*."""
+    if x is None:
+        return None
+    widths = [
+        (0, round_up(size, multiple) - size)
+        for size, multiple in zip(x.shape, (1, rows, columns), strict=True)
+    ]
+    return jnp.pad(x, widths) if any(after for _, after in widths) else x

@@ -1,11 +1,12 @@
 """Products with symmetric results through Pallas-Triton (sm_80, sm_90, sm_100).
 
-Each program computes one tile on or below the diagonal and stores it and its mirror
-image. Operands have one batch dimension and sides that are multiples of the tile's.
+Each program computes one tile that touches the lower triangle, and stores it and its
+mirror image. Operands have one batch dimension and sides that are multiples of the
+tile's rows.
 
-Roofline: an `s x s` product of depth `l` costs `s^2 l (1 + block / s)` FLOPs, half of a
+Roofline: an `s x s` product of depth `l` costs `s^2 l (1 + rows / s)` FLOPs, half of a
 full product's `2 s^2 l` for many tiles, and moves at least `2 s (l + s)` bytes. Tiles of
-128 do 64 FLOPs per byte read through L2, those of 64 half of that.
+128 x 128 do 64 FLOPs per byte read through L2, those of 64 x 64 half of that.
 """
 
 import functools
@@ -33,52 +34,49 @@ def _product_kernel(*refs, config: TileConfig, is_gram: bool, has_c: bool, flags
     c = refs.pop(0) if has_c else None
     (d,) = refs
 
-    step, slot = pl.program_id(0), pl.program_id(1)
-    i, j = order[step, 0], order[step, 1]
-    rows = pl.ds(i * config.block, config.block)
-    columns = pl.ds(j * config.block, config.block)
+    slot = pl.program_id(1)
+    i, j = order[pl.program_id(0), 0], order[pl.program_id(0), 1]
+    shape = (config.rows, config.columns)
+    rows = pl.ds(i * config.rows, config.rows)
+    columns = pl.ds(j * config.columns, config.columns)
 
     def accumulate(k, total):
-        depth = pl.ds(k * config.block_k, config.block_k)
+        depth = pl.ds(k * config.depth, config.depth)
         right = b[slot, columns, depth].T if is_gram else b[slot, depth, columns]
         return total + _dot(a[slot, rows, depth], right)
+
+    def epilogue(tile):
+        tile *= coefficients[0]
+        if has_c:
+            tile += coefficients[1] * c[slot, rows, columns].astype(jnp.float32)
+        row = i * config.rows + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        column = j * config.columns + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        return tile + jnp.where(row == column, coefficients[2], 0.0)
 
     def store(tile):
         d[slot, rows, columns] = tile
 
-        @pl.when(i != j)
+        @pl.when(j < config.ratio * i)
         def _():
             d[slot, columns, rows] = tile.T
 
     def compute():
-        shape = (config.block, config.block)
         tile = jax.lax.fori_loop(
-            0, a.shape[2] // config.block_k, accumulate, jnp.zeros(shape, jnp.float32)
+            0, a.shape[2] // config.depth, accumulate, jnp.zeros(shape, jnp.float32)
         )
-        if not is_gram:
-            tile *= coefficients[0]
-            if has_c:
-                tile += coefficients[1] * c[slot, rows, columns].astype(jnp.float32)
-            row = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-            column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-            diagonal = jnp.where(i == j, coefficients[2], 0.0)
-            tile += jnp.where(row == column, diagonal, 0.0)
-        store(tile.astype(d.dtype))
+        store((tile if is_gram else epilogue(tile)).astype(d.dtype))
 
     if not flags:
         compute()
         return
     pl.when(valid[slot] != 0)(compute)
-
-    @pl.when(valid[slot] == 0)
-    def _():
-        store(jnp.zeros((config.block, config.block), d.dtype))
+    pl.when(valid[slot] == 0)(lambda: store(jnp.zeros(shape, d.dtype)))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "is_gram", "interpret"))
 def _product(a, b, c, coefficients, valid, *, config, is_gram, interpret):
     batch, size, _ = a.shape
-    order = triangle_order(size // config.block, config.supertile)
+    order = triangle_order(size // config.rows, config)
     operands = [jnp.asarray(order)]
     if valid is not None:
         operands.append(valid.astype(jnp.int32))
@@ -111,7 +109,7 @@ def gram(
     config: TileConfig,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ x^T` for 16-bit *x* `[batch, s, l]`, s and l multiples of the tile's sides."""
+    """`x @ x^T` for 16-bit *x* `[batch, s, l]`, s and l multiples of the tile's rows."""
     return _product(
         x, x, None, None, valid, config=config, is_gram=True, interpret=interpret
     )
@@ -126,7 +124,7 @@ def symmetric_matmul(
     config: TileConfig,
     interpret: bool = False,
 ) -> jax.Array:
-    """`alpha a b + beta c + gamma I` for 16-bit `[batch, s, s]`, s a tile multiple."""
+    """`alpha a b + beta c + gamma I` for 16-bit `[batch, s, s]`, s such a multiple."""
     return _product(
         a, b, c, coefficients, valid, config=config, is_gram=False, interpret=interpret
     )
