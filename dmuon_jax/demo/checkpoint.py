@@ -1,0 +1,1 @@
+"""Checkpoints of the demo's runs, with Orbax."""
