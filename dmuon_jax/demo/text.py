@@ -33,6 +33,11 @@ class Corpus:
     held_out: np.ndarray
     digest: str
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both parts."""
+        return self.train.nbytes + self.held_out.nbytes
+
 
 def load_corpus(path: pathlib.Path | None, window: int) -> Corpus:
     """Reads a file, the files of a folder, or the standard library's ``.py`` files.

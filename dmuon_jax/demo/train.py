@@ -11,10 +11,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dmuon_jax.demo import checkpoint, model, text
+from dmuon_jax.demo import checkpoint, text
+from dmuon_jax.demo.contenders import Contender
+from dmuon_jax.demo.model import Gpt, ModelConfig
 
 AXIS = "fsdp"
-WARMUP_STEPS = 10
 MAX_NORM = 1.0
 EVALUATION_BATCHES = 4  # As many training batches' worth of held-out windows.
 
@@ -30,9 +31,9 @@ class Settings:
       evaluate_every: Steps between evaluations on held-out text.
     """
 
-    model: model.ModelConfig = model.ModelConfig()
-    batch_size: int = 8
-    seed: int = 0
+    model: ModelConfig
+    batch_size: int
+    seed: int
     evaluate_every: int = 10
 
 
@@ -71,32 +72,6 @@ class Problem:
         return jax.device_put(tokens, NamedSharding(self.mesh, PartitionSpec(AXIS)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """An optimizer to train with.
-
-    Attributes:
-      label: Its name in the table, the plot and the checkpoints' folder.
-      peak_rate: Learning rate after the warm-up.
-      make: Learning-rate schedule in, optimizer out.
-    """
-
-    label: str
-    peak_rate: float
-    make: Callable[[optax.Schedule], optax.GradientTransformation]
-
-    def optimizer(self) -> optax.GradientTransformation:
-        """The optimizer: a short warm-up, then a constant rate.
-
-        The rate does not depend on how many steps are planned, so a run that is resumed
-        for more steps continues the one that stopped.
-        """
-        peak = self.peak_rate
-        return self.make(
-            optax.linear_schedule(peak / WARMUP_STEPS, peak, WARMUP_STEPS)
-        )
-
-
 @dataclasses.dataclass
 class Run:
     """A contender's training so far.
@@ -122,7 +97,7 @@ class Run:
 
 def make_problem(settings: Settings, corpus: text.Corpus, mesh: Mesh) -> Problem:
     """Draws the initial weights and jits the gradients that all contenders share."""
-    graph, variables = nnx.split(model.Gpt(settings.model, nnx.Rngs(settings.seed)))
+    graph, variables = nnx.split(Gpt(settings.model, nnx.Rngs(settings.seed)))
     params = nnx.to_pure_dict(variables)
     replicated = NamedSharding(mesh, PartitionSpec())
     shardings = jax.tree.map(lambda leaf: fsdp_sharding(leaf, mesh), params)
@@ -217,5 +192,24 @@ def train(
             held_out = problem.evaluate(run.params, held_out_batch)
             run.held_out.append((done, float(held_out)))
         if store.is_due(done) or done == steps:
-            store.save(run.contender.label, run)
+            save(run, store)
         show(done, run.losses[-1], run.tokens_per_s)
+
+
+def save(run: Run, store: checkpoint.Store) -> None:
+    """Writes a checkpoint of a run."""
+    store.save(
+        run.contender.label,
+        step=len(run.losses),
+        arrays={"params": run.params, "state": run.state},
+        curves={"losses": run.losses, "held_out": run.held_out},
+    )
+
+
+def resume(run: Run, store: checkpoint.Store) -> None:
+    """Puts a freshly started run where its checkpoint left off."""
+    like = {"params": run.params, "state": run.state}
+    arrays, curves = store.restore(run.contender.label, like)
+    run.params, run.state = arrays["params"], arrays["state"]
+    run.losses = curves["losses"]
+    run.held_out = [(step, loss) for step, loss in curves["held_out"]]
