@@ -80,30 +80,26 @@ def check(arguments: argparse.Namespace, mesh: Mesh) -> None:
         raise text.InputError(f"--out must name a folder, got {arguments.out}.")
 
 
-def make_runs(
-    problem: train.Problem, store: Store, arguments: argparse.Namespace
-) -> list[train.Run]:
-    """Starts every contender, from its checkpoint where asked to."""
-    competitors = contenders(arguments.method)
-    done = {who.label: store.step(who.label) for who in competitors}
-    found = {label: step for label, step in done.items() if step is not None}
-    if arguments.resume and not found:
+def find_checkpoints(
+    store: Store, labels: list[str], arguments: argparse.Namespace
+) -> dict[str, int]:
+    """Steps done in each checkpoint to continue; deletes those not to be continued."""
+    if not arguments.resume:
+        if store.clear():
+            print(f"Starting anew: the checkpoints in {store.folder} are deleted.")
+        return {}
+    steps = {label: store.find(label) for label in labels}
+    found = {label: step for label, step in steps.items() if step is not None}
+    if not found:
         raise text.InputError(
             f"--resume must find checkpoints, got none (in {store.folder})."
         )
-    if arguments.resume and max(found.values()) > arguments.steps:
+    if max(found.values()) > arguments.steps:
         raise text.InputError(
             f"--steps must be at least the {max(found.values())} steps of the "
             f"checkpoint, got {arguments.steps}."
         )
-    if not arguments.resume and store.clear():
-        print(f"Starting anew: the checkpoints in {store.folder} are deleted.")
-    runs = [train.start(problem, who) for who in competitors]
-    for run in runs:
-        if arguments.resume and run.contender.label in found:
-            train.resume(run, store)
-            print(f"{run.contender.label} continues after step {len(run.losses)}.")
-    return runs
+    return found
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -116,6 +112,10 @@ def demo(arguments: argparse.Namespace) -> None:
     )
     corpus = text.load_corpus(arguments.data, settings.model.length + 1)
     print(f"Text: {corpus.name}, {corpus.num_bytes / 1e6:.1f} MB.")
+    identity = {**dataclasses.asdict(settings), "text": corpus.digest}
+    store = Store(arguments.out / "checkpoints", arguments.save_every, identity)
+    competitors = contenders(arguments.method)
+    found = find_checkpoints(store, [who.label for who in competitors], arguments)
     problem = train.make_problem(settings, corpus, mesh)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
     print(
@@ -123,12 +123,15 @@ def demo(arguments: argparse.Namespace) -> None:
         f"{mesh.size} virtual CPU devices; {arguments.batch} x {settings.model.length} "
         f"bytes a step."
     )
-    identity = {**dataclasses.asdict(settings), "text": corpus.digest}
-    store = Store(arguments.out / "checkpoints", arguments.save_every, identity)
-    runs = make_runs(problem, store, arguments)
-    for run in runs:
-        bar = report.ProgressBar(run.contender.label, arguments.steps)
+    runs = []
+    for who in competitors:
+        run = train.start(problem, who)
+        if who.label in found:
+            train.resume(run, store, found[who.label])
+            print(f"{who.label} continues after step {found[who.label]}.")
+        bar = report.ProgressBar(who.label, arguments.steps)
         train.train(problem, run, arguments.steps, store, bar.show)
+        runs.append(run)
     show(problem, runs, arguments)
     print(f"Whole time: {time.perf_counter() - began:.0f} s.")
 

@@ -29,12 +29,20 @@ class Store:
         """Whether a checkpoint is written after this many steps."""
         return step % self.every == 0
 
-    def step(self, label: str) -> int | None:
-        """Steps done in a contender's checkpoint, ``None`` if there is none."""
-        if not (self.folder / label).is_dir():
+    def find(self, label: str) -> int | None:
+        """Steps done in a contender's checkpoint, ``None`` if there is none.
+
+        Raises:
+          InputError: The checkpoint belongs to another run or cannot be read.
+        """
+        path = self._path(label)
+        if not path.is_dir():
             return None
-        with ocp.CheckpointManager(self._path(label)) as manager:
-            return manager.latest_step()
+        with ocp.CheckpointManager(path) as manager:
+            step = manager.latest_step()
+        if step is not None:
+            self._check(self._read(label, step, identity=ocp.args.JsonRestore()))
+        return step
 
     def clear(self) -> bool:
         """Deletes every checkpoint; says whether there was any."""
@@ -65,50 +73,41 @@ class Store:
                 ),
             )
 
-    def restore(self, label: str, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Reads the newest checkpoint of a contender.
+    def restore(self, label: str, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Reads a contender's checkpoint.
 
         Args:
           label: The contender.
+          step: Steps done in it, from ``find``.
           like: Arrays with the structure, shapes, dtypes and shardings to restore to.
 
         Returns:
           The arrays and the curves as they were saved.
 
         Raises:
-          InputError: The checkpoint belongs to another run or cannot be read.
+          InputError: The checkpoint cannot be read.
         """
-        path = self._path(label)
-        with ocp.CheckpointManager(path) as manager:
-            step = manager.latest_step()
-            try:
-                texts = manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        curves=ocp.args.JsonRestore(), identity=ocp.args.JsonRestore()
-                    ),
-                )
-                self._check(texts["identity"], path)
-                abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-                restored = manager.restore(
-                    step,
-                    args=ocp.args.Composite(
-                        arrays=ocp.args.StandardRestore(abstract)
-                    ),
-                )
-            except InputError:
-                raise
-            except (OSError, ValueError, KeyError) as error:
-                raise InputError(
-                    f"--resume must find a readable checkpoint, got a damaged one "
-                    f"(in {path})."
-                ) from error
-        return restored["arrays"], texts["curves"]
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        arrays = self._read(label, step, arrays=ocp.args.StandardRestore(abstract))
+        return arrays, self._read(label, step, curves=ocp.args.JsonRestore())
 
     def _path(self, label: str) -> pathlib.Path:
         return self.folder.absolute() / label
 
-    def _check(self, saved: dict[str, Any], path: pathlib.Path) -> None:
+    def _read(self, label: str, step: int, **item: ocp.args.CheckpointArgs) -> Any:
+        """Reads the one item that is named."""
+        (name,) = item
+        path = self._path(label)
+        try:
+            with ocp.CheckpointManager(path) as manager:
+                return manager.restore(step, args=ocp.args.Composite(**item))[name]
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(
+                f"--resume must find a readable checkpoint, got a damaged one "
+                f"(in {path / str(step)})."
+            ) from error
+
+    def _check(self, saved: dict[str, Any]) -> None:
         names = sorted(self.identity.keys() | saved.keys())
         wrong = [
             f"{name} was {saved.get(name)} and is now {self.identity.get(name)}"
@@ -118,5 +117,5 @@ class Store:
         if wrong:
             raise InputError(
                 f"--resume must continue the same run, but {'; '.join(wrong)} "
-                f"(in {path})."
+                f"(in {self.folder})."
             )

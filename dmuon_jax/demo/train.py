@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -46,8 +47,8 @@ class Problem:
       corpus: The text.
       mesh: Devices along the one axis ``"fsdp"``.
       params: Initial parameters, a nested dict, sharded ``P("fsdp")``.
-      gradient: ``(params, tokens) -> (loss, clipped gradients)``, jitted.
-      evaluate: ``(params, tokens) -> loss``, jitted.
+      gradient: Compiled ``(params, tokens) -> (loss, clipped gradients)``.
+      evaluate: Compiled ``(params, tokens) -> loss``.
     """
 
     settings: Settings
@@ -83,7 +84,7 @@ class Run:
       state: Optimizer state now.
       losses: Training loss of every step, before its update.
       held_out: ``(steps done, loss)`` of every evaluation.
-      tokens_per_s: Of this session's steps; NaN before the second.
+      tokens_per_s: Of this session's steps; NaN before the first.
     """
 
     contender: Contender
@@ -96,7 +97,7 @@ class Run:
 
 
 def make_problem(settings: Settings, corpus: text.Corpus, mesh: Mesh) -> Problem:
-    """Draws the initial weights and jits the gradients that all contenders share."""
+    """Draws the initial weights and compiles the gradients that all contenders share."""
     graph, variables = nnx.split(Gpt(settings.model, nnx.Rngs(settings.seed)))
     params = nnx.to_pure_dict(variables)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -115,13 +116,23 @@ def make_problem(settings: Settings, corpus: text.Corpus, mesh: Mesh) -> Problem
         clip = optax.clip_by_global_norm(MAX_NORM)
         return value, clip.update(grads, clip.init(params))[0]
 
+    params = jax.device_put(params, shardings)
+    window = settings.model.length + 1
+    tokens = jax.ShapeDtypeStruct(
+        (settings.batch_size, window),
+        jnp.int32,
+        sharding=NamedSharding(mesh, PartitionSpec(AXIS)),
+    )
+    many = tokens.update(shape=(EVALUATION_BATCHES * settings.batch_size, window))
+    jitted_gradient = jax.jit(gradient, out_shardings=(replicated, shardings))
+    jitted_loss = jax.jit(loss, out_shardings=replicated)
     return Problem(
         settings=settings,
         corpus=corpus,
         mesh=mesh,
-        params=jax.device_put(params, shardings),
-        gradient=jax.jit(gradient, out_shardings=(replicated, shardings)),
-        evaluate=jax.jit(loss, out_shardings=replicated),
+        params=params,
+        gradient=jitted_gradient.lower(params, tokens).compile(),
+        evaluate=jitted_loss.lower(params, many).compile(),
     )
 
 
@@ -185,8 +196,7 @@ def train(
         jax.block_until_ready(run.params)
         run.losses.append(float(loss))
         seconds.append(time.perf_counter() - began)
-        # The first step also compiles the shared gradient, whoever comes first.
-        run.tokens_per_s = tokens / float(np.mean(seconds[1:] or seconds))
+        run.tokens_per_s = tokens / float(np.mean(seconds))
         done = step + 1
         if done % settings.evaluate_every == 0 or done == steps:
             held_out = problem.evaluate(run.params, held_out_batch)
@@ -206,10 +216,10 @@ def save(run: Run, store: checkpoint.Store) -> None:
     )
 
 
-def resume(run: Run, store: checkpoint.Store) -> None:
+def resume(run: Run, store: checkpoint.Store, step: int) -> None:
     """Puts a freshly started run where its checkpoint left off."""
     like = {"params": run.params, "state": run.state}
-    arrays, curves = store.restore(run.contender.label, like)
+    arrays, curves = store.restore(run.contender.label, step, like)
     run.params, run.state = arrays["params"], arrays["state"]
     run.losses = curves["losses"]
-    run.held_out = [(step, loss) for step, loss in curves["held_out"]]
+    run.held_out = [(done, loss) for done, loss in curves["held_out"]]
