@@ -65,7 +65,7 @@ class Result:
     Attributes:
       times_ms: Every timed update.
       median_ms: Their median.
-      collectives: Collectives in the compiled update.
+      collectives: Collectives that one compiled update runs.
       collective_bytes: Bytes of their buffers.
       dot_flops: Matrix-multiplication FLOPs of one device.
       compile_s: Seconds to trace and compile.
@@ -75,7 +75,7 @@ class Result:
     median_ms: float
     collectives: int
     collective_bytes: int
-    dot_flops: int
+    dot_flops: float
     compile_s: float
 
 
@@ -131,7 +131,7 @@ def measure(optimizers: dict[str, Any], repeats: int) -> dict[str, Result]:
         results[name] = Result(
             times_ms=[round(value, 2) for value in times_ms[name]],
             median_ms=round(statistics.median(times_ms[name]), 2),
-            collectives=found.collectives,
+            collectives=sum(item.times for item in found.collectives),
             collective_bytes=found.collective_bytes,
             dot_flops=found.dot_flops,
             compile_s=round(compile_s[name], 2),

@@ -10,10 +10,11 @@ import time
 import jax
 from jax.sharding import Mesh
 
+from dmuon_jax import Plan, plan_owners
 from dmuon_jax.demo import report, text, train
 from dmuon_jax.demo.checkpoint import Store
-from dmuon_jax.demo.contenders import contenders
-from dmuon_jax.demo.model import ModelConfig
+from dmuon_jax.demo.contenders import LABELS, contenders
+from dmuon_jax.demo.model import ModelConfig, muon_dimension_numbers
 
 NUM_DEVICES = 8
 SIZES = {
@@ -81,14 +82,14 @@ def check(arguments: argparse.Namespace, mesh: Mesh) -> None:
 
 
 def find_checkpoints(
-    store: Store, labels: list[str], arguments: argparse.Namespace
+    store: Store, arguments: argparse.Namespace
 ) -> dict[str, int]:
     """Steps done in each checkpoint to continue; deletes those not to be continued."""
     if not arguments.resume:
         if store.clear():
             print(f"Starting anew: the checkpoints in {store.folder} are deleted.")
         return {}
-    steps = {label: store.find(label) for label in labels}
+    steps = {label: store.find(label) for label in LABELS}
     found = {label: step for label, step in steps.items() if step is not None}
     if not found:
         raise text.InputError(
@@ -114,8 +115,7 @@ def demo(arguments: argparse.Namespace) -> None:
     print(f"Text: {corpus.name}, {corpus.num_bytes / 1e6:.1f} MB.")
     identity = {**dataclasses.asdict(settings), "text": corpus.digest}
     store = Store(arguments.out / "checkpoints", arguments.save_every, identity)
-    competitors = contenders(arguments.method)
-    found = find_checkpoints(store, [who.label for who in competitors], arguments)
+    found = find_checkpoints(store, arguments)
     problem = train.make_problem(settings, corpus, mesh)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
     print(
@@ -123,8 +123,15 @@ def demo(arguments: argparse.Namespace) -> None:
         f"{mesh.size} virtual CPU devices; {arguments.batch} x {settings.model.length} "
         f"bytes a step."
     )
+    plan = plan_owners(
+        problem.params,
+        mesh,
+        muon_weight_dimension_numbers=muon_dimension_numbers,
+        method=arguments.method,
+    )
+    print(f"\n{plan.summary()}\n")
     runs = []
-    for who in competitors:
+    for who in contenders(plan):
         run = train.start(problem, who)
         if who.label in found:
             train.resume(run, store, found[who.label])
@@ -132,12 +139,15 @@ def demo(arguments: argparse.Namespace) -> None:
         bar = report.ProgressBar(who.label, arguments.steps)
         train.train(problem, run, arguments.steps, store, bar.show)
         runs.append(run)
-    show(problem, runs, arguments)
+    show(problem, runs, plan, arguments)
     print(f"Whole time: {time.perf_counter() - began:.0f} s.")
 
 
 def show(
-    problem: train.Problem, runs: list[train.Run], arguments: argparse.Namespace
+    problem: train.Problem,
+    runs: list[train.Run],
+    plan: Plan,
+    arguments: argparse.Namespace,
 ) -> None:
     """Prints the table and what follows from it; writes the plot and the record."""
     print("\nTiming the updates in turn ...", flush=True)
@@ -150,7 +160,7 @@ def show(
         f"an update takes {rows[1].update_ms / rows[2].update_ms:.2f} x less time."
     )
     plot, record = arguments.out / "demo.png", arguments.out / "demo.json"
-    report.plot(plot, runs, (1.0,) * 8)
+    report.plot(plot, runs, plan)
     report.write_record(record, rows, runs)
     print(f"Plot: {plot}   Record: {record}   Checkpoints: {arguments.out}/checkpoints")
 

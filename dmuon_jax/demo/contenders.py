@@ -5,9 +5,22 @@ from collections.abc import Callable
 
 import optax
 
+from dmuon_jax import Plan, dmuon
 from dmuon_jax.demo.model import muon_dimension_numbers
 
+LABELS = ("AdamW", "optax.contrib.muon", "dmuon")
 WARMUP_STEPS = 10
+WEIGHT_DECAY = 0.1
+# consistent_rms gives Muon's updates about AdamW's size
+# (https://arxiv.org/abs/2502.16982), so that one rate serves Muon's matrices and the Adam
+# that updates the rest.
+MUON_ARGUMENTS = dict(
+    weight_decay=WEIGHT_DECAY,
+    consistent_rms=0.2,
+    muon_weight_dimension_numbers=muon_dimension_numbers,
+)
+ADAMW_RATE = 2e-3
+MUON_RATE = 2e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,38 +49,27 @@ class Contender:
         )
 
 
-def contenders(method: str | None) -> tuple[Contender, ...]:
+def contenders(plan: Plan) -> tuple[Contender, ...]:
     """AdamW, optax's Muon and dmuon, with the rates they were tuned to.
 
     Args:
-      method: dmuon's Newton-Schulz form, ``"direct"``, ``"gram"`` or ``None``.
+      plan: Who orthogonalizes what; dmuon would make the same by itself, but the demo
+        shows it.
     """
     return (
         Contender(
-            "AdamW",
+            LABELS[0],
             ADAMW_RATE,
             lambda rate: optax.adamw(rate, weight_decay=WEIGHT_DECAY),
         ),
         Contender(
-            "optax.contrib.muon",
+            LABELS[1],
             MUON_RATE,
             lambda rate: optax.contrib.muon(rate, **MUON_ARGUMENTS),
         ),
         Contender(
-            "dmuon",
+            LABELS[2],
             MUON_RATE,
-            lambda rate: optax.contrib.muon(rate, **MUON_ARGUMENTS),
+            lambda rate: dmuon(rate, plan=plan, **MUON_ARGUMENTS),
         ),
     )
-
-
-WEIGHT_DECAY = 0.1
-# consistent_rms gives Muon's updates about AdamW's size (https://arxiv.org/abs/2502.16982),
-# so one rate serves Muon's matrices and the Adam that updates the rest.
-MUON_ARGUMENTS = dict(
-    weight_decay=WEIGHT_DECAY,
-    consistent_rms=0.2,
-    muon_weight_dimension_numbers=muon_dimension_numbers,
-)
-ADAMW_RATE = 3e-3
-MUON_RATE = 3e-3

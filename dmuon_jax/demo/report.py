@@ -11,8 +11,9 @@ from typing import Any
 import jax
 from matplotlib.figure import Figure
 
+from dmuon_jax import Plan
 from dmuon_jax.demo.train import Problem, Run
-from dmuon_jax.demo.standin import audit
+from dmuon_jax.proof import audit
 
 LAST_LOSSES = 10  # The table's training loss is the mean of this many steps.
 MIB = 2**20
@@ -28,7 +29,7 @@ class Row:
       train_loss: Mean over the last steps, nats per byte.
       held_out_loss: After the last step, nats per byte.
       update_ms: Median time of the compiled update.
-      collectives: Collectives in the compiled update.
+      collectives: Collectives that one compiled update runs.
       collective_bytes: Bytes of their buffers.
       momentum_bytes: Bytes of the optimizer's moments.
       tokens_per_s: While training, this session.
@@ -110,7 +111,7 @@ def make_rows(problem: Problem, runs: list[Run], repeats: int) -> list[Row]:
                 train_loss=statistics.fmean(run.losses[-LAST_LOSSES:]),
                 held_out_loss=run.held_out[-1][1],
                 update_ms=update_ms,
-                collectives=found.collectives,
+                collectives=sum(item.times for item in found.collectives),
                 collective_bytes=found.collective_bytes,
                 momentum_bytes=momentum_bytes(run.state),
                 tokens_per_s=run.tokens_per_s,
@@ -140,7 +141,7 @@ def format_table(rows: list[Row]) -> str:
             f"{row.held_out_loss:.4f}",
             f"{row.update_ms:.0f}",
             str(row.collectives),
-            f"{row.collective_bytes / MIB:.1f}",
+            f"{row.collective_bytes / MIB:.2f}",
             f"{row.momentum_bytes / MIB:.2f}",
             f"{row.tokens_per_s:.0f}",
         )
@@ -165,7 +166,7 @@ def difference(first: Run, second: Run) -> float:
     return max(abs(a - b) for a, b in pairs)
 
 
-def plot(path: pathlib.Path, runs: list[Run], owner_load_us: tuple[float, ...]) -> None:
+def plot(path: pathlib.Path, runs: list[Run], plan: Plan) -> None:
     """Writes a PNG: loss curves on the left, the plan's owner loads on the right."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -182,14 +183,13 @@ def plot(path: pathlib.Path, runs: list[Run], owner_load_us: tuple[float, ...]) 
     )
     left.legend()
     left.grid(alpha=0.3)
-    right.bar(range(len(owner_load_us)), owner_load_us, color="C2")
-    right.axhline(
-        statistics.fmean(owner_load_us), color="k", linestyle=":", label="mean"
-    )
+    loads_us = plan.owner_load_us
+    right.bar(range(len(loads_us)), loads_us, color="C2")
+    right.axhline(statistics.fmean(loads_us), color="k", linestyle=":", label="mean")
     right.set(
-        title="dmuon's plan: Newton-Schulz per owner",
+        title=f"Plan: {plan.num_matrices} matrices on {len(loads_us)} owners",
         xlabel="device",
-        ylabel="estimated µs per update",
+        ylabel="Newton-Schulz, modelled µs per update",
     )
     right.legend()
     figure.savefig(path, dpi=120)
