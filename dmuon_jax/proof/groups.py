@@ -3,7 +3,8 @@
 ``{{0,1},{2,3}}`` lists the groups; ``[2,4]<=[4,2]T(1,0)`` is the row-major iota of
 the second shape, transposed and reshaped to the first; ``mesh['a'=2,'b'=4] {'b'}``
 names mesh axes that a group spans, ``'b':(2)2`` being the part of size 2 of axis b
-that follows a part of size 2.
+that follows a part of size 2. Its ``device_ids`` may be a transposed iota without the
+second shape, ``[2,4]T(1,0)``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 Groups = tuple[tuple[int, ...], ...]
 
 IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+SHORT_IOTA = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 SUB_AXIS = re.compile(r"""^['"]?(?P<name>[^'":]*)['"]?(?::\((?P<pre>\d+)\)(?P<n>\d+))?$""")
 
 
@@ -27,7 +29,11 @@ def iota(text: str) -> np.ndarray | None:
     """Array that an iota form spells, None where `text` holds none."""
     match = IOTA.search(text)
     if match is None:
-        return None
+        short = SHORT_IOTA.search(text)
+        if short is None:
+            return None
+        shape = integers(short.group(1))
+        return np.arange(math.prod(shape)).reshape(shape).transpose(integers(short.group(2)))
     shape, reshaped = integers(match.group(1)), integers(match.group(2))
     ids = np.arange(math.prod(reshaped)).reshape(reshaped)
     if match.group(3):
