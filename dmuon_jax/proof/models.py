@@ -39,7 +39,6 @@ CONFIGS: dict[str, tuple[int, bool, int]] = {
 # Tokens of a tower for one token of the sequence.
 TOKEN_SHARES = {"action": 1 / 16, "vit": 1 / 4, "vision": 1 / 4}
 MLP_ROLES = ("gate", "up", "down", "gate_up", "fc1", "fc2")
-LOSS_CHUNK = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,24 +219,11 @@ def run_tower(
 
 
 def next_token_loss(x: jax.Array, head: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy, by chunks of the sequence that are computed again."""
-    chunks = max(1, x.shape[1] // LOSS_CHUNK)
-
-    def split(array):
-        rows = array.reshape(array.shape[0], chunks, -1, *array.shape[2:])
-        return jnp.moveaxis(rows, 1, 0)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk(total, part):
-        states, wanted = part
-        logits = (states @ head).astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - picked
-        return total + losses.sum(), None
-
-    parts = split(x), split(jnp.roll(tokens, -1, axis=1))
-    total, _ = jax.lax.scan(chunk, jnp.zeros(()), parts)
-    return total / tokens.size
+    """Mean cross-entropy; logits in bf16, their sums in fp32."""
+    logits = (x @ head).astype(jnp.float32)
+    wanted = jnp.roll(tokens, -1, axis=1)[..., None]
+    picked = jnp.take_along_axis(logits, wanted, axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
 def loss_function(
