@@ -174,7 +174,9 @@ def on_mesh(
         )
         for sharding in given_shardings(param_shardings).values():
             mesh = sharding.mesh if mesh is None and sharding.mesh.size > 1 else mesh
-        return place_state(state, mesh) if isinstance(mesh, jax.sharding.Mesh) else state
+        if isinstance(mesh, jax.sharding.Mesh):
+            return place_state(state, mesh, params)
+        return state
 
     def update_fn(updates, state, params=None):
         new, state = tx.update(updates, state, params)

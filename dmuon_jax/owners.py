@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dmuon_jax.exchange import from_owners, to_owners
-from dmuon_jax.matrices import Leaf, Piece, Spec
+from dmuon_jax.matrices import Leaf, Piece
 from dmuon_jax.planning.plan import Bucket, Plan
+from dmuon_jax.shardings import partition_spec
 
 MatrixFn = Callable[[jax.Array, Bucket, Any], jax.Array]
 """``([batch, s, l], bucket, operands) -> [batch, s, l]``: each matrix on its own, zeros to
@@ -53,13 +54,6 @@ def map_owners(
 
 def call_last(fn: MatrixFn, operands: Any, x: jax.Array, bucket: Bucket) -> jax.Array:
     return fn(x, bucket, operands)
-
-
-def partition_spec(spec: Spec) -> PartitionSpec:
-    """A spec of ours as JAX writes it: ``P('x', None)``, not ``P(('x',), ())``."""
-    return PartitionSpec(
-        *(None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
-    )
 
 
 def owner_step(

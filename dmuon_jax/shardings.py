@@ -214,30 +214,57 @@ def restrict(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
     return PartitionSpec(*kept)
 
 
-def place_state(state: Any, mesh: jax.sharding.Mesh) -> Any:
+def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
     """Puts every array of ``state`` that is not on ``mesh`` there, replicated.
 
-    A counter left on one device makes the second call of a jitted step compile again. Works
-    in several processes without communication; each must hold the same values.
+    A counter left on one device makes the second call of a jitted step compile again. So
+    does a spec that is written in another way than jit writes it: with an entry for each
+    dimension on Explicit axes; on Auto axes like an equal spec of the parameters, if there
+    is one, else without trailing None. Specs are rewritten accordingly.
+
+    Works in several processes without communication; each must hold the same values.
 
     Args:
       state: an optimizer state (any tree).
       mesh: the mesh of the parameters.
+      params: the parameters, if at hand.
 
     Returns:
-      The same tree; arrays that lie on the mesh already are returned as they are.
+      The same tree; no array that lies on the mesh already is moved.
     """
-    sharding = NamedSharding(mesh, PartitionSpec())
+    explicit = AxisType.Explicit in mesh.axis_types
+    written: dict[tuple, PartitionSpec] = {}
+    for x in jax.tree.leaves(params):
+        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+            key = spec_of(x.sharding.spec, x.ndim, "params")
+            written.setdefault(key, x.sharding.spec)
 
     def place(x):
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return x
-        if isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh:
-            return x
+        here = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
+        key = spec_of(x.sharding.spec, x.ndim, "state") if here else ((),) * x.ndim
+        spec = partition_spec(key, trim=not explicit)
+        if not explicit:
+            spec = written.get(key, spec)
+        kind = x.sharding.memory_kind if here else None
+        sharding = NamedSharding(mesh, spec, memory_kind=kind)
+        if here:
+            return jax.device_put(x, sharding)
         value = np.asarray(x)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: value[index])
 
     return jax.tree.map(place, state)
+
+
+def partition_spec(spec: Spec, trim: bool = False) -> PartitionSpec:
+    """A spec of ours as JAX writes it: ``P('x', None)``, not ``P(('x',), ())``."""
+    entries = [
+        None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec
+    ]
+    while trim and entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def num_bytes(x: Any) -> int:

@@ -13,10 +13,10 @@ from optax.contrib import MuonState
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.find_plan import Found, OwnerOptions, PlanFinder, flatten
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
-from dmuon_jax.owners import map_owners, partition_spec
+from dmuon_jax.owners import map_owners
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
-from dmuon_jax.shardings import constrain
+from dmuon_jax.shardings import constrain, partition_spec
 
 
 def scale_by_dmuon(
