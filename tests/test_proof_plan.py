@@ -97,7 +97,11 @@ def test_branches_are_weighted_by_the_devices_that_run_them(updates):
     buckets = tuple(
         dataclasses.replace(bucket, branches=((1,), (2,)), branch_of=(1, 1, 1, *[0] * 5))
         if bucket.shape == (64, 256)
-        else dataclasses.replace(bucket, branches=((1,),), branch_of=(0,) * 8)
+        else dataclasses.replace(
+            bucket,
+            branches=(tuple(plan.groups[m.group].slots for m in bucket.members),),
+            branch_of=(0,) * 8,
+        )
         for bucket in plan.buckets
     )
     groups = tuple(
