@@ -23,7 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dmuon_jax.muon import dmuon
 from dmuon_jax.proof.audit import Audit, audit
-from dmuon_jax.proof.models import Model, is_matrix, loss_function, parameter_shapes
+from dmuon_jax.proof.models import (
+    Model,
+    Sharded,
+    is_matrix,
+    loss_function,
+    parameter_shapes,
+)
 from dmuon_jax.proof.report import aligned
 from dmuon_jax.proof.topology import GPU_TARGETS, compile_devices
 
@@ -261,7 +267,9 @@ def compile_step(
         is_causal=True,
         implementation="cudnn" if cluster.device in GPU_TARGETS else "xla",
     )
-    loss = loss_function(model, gather_for(cluster), attend)
+    whole = cluster.place(tuple(cluster.mesh.axis_names))
+    pin = functools.partial(jax.lax.with_sharding_constraint, shardings=whole)
+    loss = loss_function(model, Sharded(gather_for(cluster), pin, attend))
 
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -270,10 +278,7 @@ def compile_step(
         return optax.apply_updates(params, updates), state, value
 
     state = placed_state(jax.eval_shape(transform.init, params), params, cluster)
-    whole = PartitionSpec(tuple(cluster.mesh.axis_names))
-    batch = jax.ShapeDtypeStruct(
-        tokens, jnp.int32, sharding=NamedSharding(cluster.mesh, whole)
-    )
+    batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=whole)
     outputs = (shardings, jax.tree.map(lambda x: x.sharding, state), cluster.place())
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
     options = GPU_OPTIONS if cluster.device in GPU_TARGETS else None
