@@ -47,11 +47,13 @@ class Sharded:
     Attributes:
       gather: turns a stored weight, given with its role, into the whole bf16 weight.
       pin: keeps activations split over the batch.
+      spread: splits what an embedding table gives, and its gradient, like the table.
       attend: attention on queries, keys and values [batch, token, head, channel].
     """
 
     gather: Callable[[jax.Array, str], jax.Array]
     pin: Callable[[jax.Array], jax.Array]
+    spread: Callable[[jax.Array], jax.Array]
     attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -258,7 +260,7 @@ def loss_function(
         total = jnp.zeros(())
         for number, tower in enumerate(model.towers):
             length = int(tokens.shape[1] * TOKEN_SHARES.get(tower.name, 1))
-            x = how.pin(embedding[tokens[:, :length]])
+            x = how.pin(how.spread(embedding[tokens[:, :length]]))
             missing = max(0, tower.width - model.width)
             x = jnp.pad(x, ((0, 0), (0, 0), (0, missing)))[..., : tower.width]
             x = run_tower(tower, params[tower.name], x, how, mix)

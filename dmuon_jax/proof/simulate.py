@@ -53,6 +53,11 @@ class Cluster:
         """Ways in which a parameter is split."""
         return math.prod(self.mesh.shape.get(axis, 1) for axis in SHARD_AXES)
 
+    @property
+    def batch(self) -> NamedSharding:
+        """The first dimension over all axes."""
+        return self.place(tuple(self.mesh.axis_names))
+
     def place(self, *spec: Any) -> NamedSharding:
         """A sharding on the mesh."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -191,6 +196,25 @@ def gather_for(cluster: Cluster) -> Callable[[jax.Array, str], jax.Array]:
     return gather
 
 
+def sharded_for(cluster: Cluster) -> Sharded:
+    """FSDP on the cluster, with cuDNN's fused attention where it compiles."""
+    axes = cluster.mesh.axis_names
+    split = tuple(axis for axis in axes if axis in SHARD_AXES)
+    rest = tuple(axis for axis in axes if axis not in SHARD_AXES)
+    like_table = cluster.place(rest or None, None, split or None)
+    constrain = jax.lax.with_sharding_constraint
+    return Sharded(
+        gather=gather_for(cluster),
+        pin=functools.partial(constrain, shardings=cluster.batch),
+        spread=functools.partial(constrain, shardings=like_table),
+        attend=functools.partial(
+            jax.nn.dot_product_attention,
+            is_causal=True,
+            implementation="cudnn" if cluster.device in GPU_TARGETS else "xla",
+        ),
+    )
+
+
 def dimension_numbers(params: Any) -> Any:
     """Muon's rule: stacked matrices of the towers, nothing else."""
     return {
@@ -262,14 +286,7 @@ def compile_step(
     transform = optimizer_named(optimizer, shardings, cluster.device)
     if clip:
         transform = optax.chain(optax.clip_by_global_norm(1.0), transform)
-    attend = functools.partial(
-        jax.nn.dot_product_attention,
-        is_causal=True,
-        implementation="cudnn" if cluster.device in GPU_TARGETS else "xla",
-    )
-    whole = cluster.place(tuple(cluster.mesh.axis_names))
-    pin = functools.partial(jax.lax.with_sharding_constraint, shardings=whole)
-    loss = loss_function(model, Sharded(gather_for(cluster), pin, attend))
+    loss = loss_function(model, sharded_for(cluster))
 
     def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -278,7 +295,7 @@ def compile_step(
         return optax.apply_updates(params, updates), state, value
 
     state = placed_state(jax.eval_shape(transform.init, params), params, cluster)
-    batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=whole)
+    batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=cluster.batch)
     outputs = (shardings, jax.tree.map(lambda x: x.sharding, state), cluster.place())
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
     options = GPU_OPTIONS if cluster.device in GPU_TARGETS else None
