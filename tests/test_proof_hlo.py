@@ -85,11 +85,12 @@ def test_replica_groups_with_device_order():
     )
     item = parse_instruction(line)
     assert replica_groups(item.attributes, 4) == ((3, 2), (1, 0))
-    attributes = {
-        "replica_groups": "mesh['a'=2,'b'=2]",
-        "device_ids": "([2,2]<=[2,2]T(1,0)) {'b'}",
-    }
-    assert replica_groups(attributes, 4) == ((0, 2), (1, 3))
+    for order in ("[2,2]<=[2,2]T(1,0)", "[2,2]T(1,0)"):
+        attributes = {
+            "replica_groups": "mesh['a'=2,'b'=2]",
+            "device_ids": f"({order}) {{'b'}}",
+        }
+        assert replica_groups(attributes, 4) == ((0, 2), (1, 3))
     with pytest.raises(ValueError, match="must name axes of its mesh"):
         replica_groups({"replica_groups": "mesh['a'=2] {'c'}"}, 2)
 

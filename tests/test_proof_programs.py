@@ -123,8 +123,6 @@ def test_check_names_the_operation(compiled):
         report.check(redundancy=1.05, collectives_in_loops=None)
     with pytest.raises(AuditError, match=r"exposed_fraction(.|\n)*all-to-all"):
         report.check(exposed_fraction=0.1, collectives_in_loops=None)
-    with pytest.raises(AuditError, match=r"collective_bytes must be at most 10, got"):
-        report.check(collective_bytes=10, collectives_in_loops=None)
     with pytest.raises(AuditError, match=r"synchronous must be at most 2, got 5"):
         report.check(synchronous=2, collectives_in_loops=None)
     bare = audit(compiled)
@@ -132,6 +130,10 @@ def test_check_names_the_operation(compiled):
         bare.check(exposed_fraction=0.1, collectives_in_loops=None)
     with pytest.raises(ValueError, match="needs an audit that was given ideal_flops"):
         bare.check(redundancy=1.05, collectives_in_loops=None)
+    with pytest.raises(ValueError, match="needs an audit that was given plan"):
+        bare.check(bytes_ratio=1.05, collectives_in_loops=None)
+    with pytest.raises(ValueError, match="scope must hold matmuls, got none in 'ns'"):
+        audit(compiled, scope="ns", ideal_flops=1.0).check(redundancy=1.05)
 
 
 def test_branch_weights(compiled):

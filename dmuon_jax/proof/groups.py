@@ -3,8 +3,8 @@
 ``{{0,1},{2,3}}`` lists the groups; ``[2,4]<=[4,2]T(1,0)`` is the row-major iota of
 the second shape, transposed and reshaped to the first; ``mesh['a'=2,'b'=4] {'b'}``
 names mesh axes that a group spans, ``'b':(2)2`` being the part of size 2 of axis b
-that follows a part of size 2. Its ``device_ids`` may be a transposed iota without the
-second shape, ``[2,4]T(1,0)``.
+that follows a part of size 2; ``, device_ids=([2,4]T(1,0))`` or a list may follow the
+mesh and order its devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 Groups = tuple[tuple[int, ...], ...]
 
 IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-SHORT_IOTA = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
+ORDER = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 SUB_AXIS = re.compile(r"""^['"]?(?P<name>[^'":]*)['"]?(?::\((?P<pre>\d+)\)(?P<n>\d+))?$""")
 
 
@@ -29,16 +29,23 @@ def iota(text: str) -> np.ndarray | None:
     """Array that an iota form spells, None where `text` holds none."""
     match = IOTA.search(text)
     if match is None:
-        short = SHORT_IOTA.search(text)
-        if short is None:
-            return None
-        shape = integers(short.group(1))
-        return np.arange(math.prod(shape)).reshape(shape).transpose(integers(short.group(2)))
+        return None
     shape, reshaped = integers(match.group(1)), integers(match.group(2))
     ids = np.arange(math.prod(reshaped)).reshape(reshaped)
     if match.group(3):
         ids = ids.transpose(integers(match.group(3)))
     return ids.reshape(shape)
+
+
+def device_order(text: str, count: int) -> np.ndarray:
+    """Devices of a mesh in row-major order, as ``device_ids=`` gives them."""
+    rows, match = iota(text), ORDER.search(text)
+    if rows is not None:
+        return rows.reshape(-1)
+    if match is not None:
+        ids = np.arange(count).reshape(integers(match.group(1)))
+        return ids.transpose(integers(match.group(2))).reshape(-1)
+    return np.array(integers(text) or range(count))
 
 
 def mesh_groups(text: str, device_ids: str) -> Groups:
@@ -49,10 +56,7 @@ def mesh_groups(text: str, device_ids: str) -> Groups:
     sizes = [int(size) for _, _, size in axes]
     chosen_text = chosen_text or device_ids
     chosen = chosen_text[chosen_text.rindex("{") + 1 : chosen_text.rindex("}")]
-    ids = iota(device_ids)
-    if ids is None:
-        listed = integers(device_ids[: device_ids.rfind("{")]) if device_ids else []
-        ids = np.array(listed or range(math.prod(sizes)))
+    ids = device_order(device_ids.partition("{")[0], math.prod(sizes))
     picked = []
     for item in filter(None, (part.strip() for part in chosen.split(","))):
         match = SUB_AXIS.match(item)
@@ -61,7 +65,7 @@ def mesh_groups(text: str, device_ids: str) -> Groups:
         axis = names.index(match.group("name"))
         pre = int(match.group("pre") or 1)
         picked.append((axis, pre, int(match.group("n") or sizes[axis])))
-    return grouped(ids.reshape(-1), sizes, picked)
+    return grouped(ids, sizes, picked)
 
 
 def grouped(ids: np.ndarray, sizes: list[int], picked: list[tuple[int, int, int]]) -> Groups:

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from dmuon_jax.planning.workloads import Matrices, load_workload
 
 Params = dict[str, dict[str, jax.Array]]
-Gather = Callable[[jax.Array, str], jax.Array]
 
 # Vocabulary, whether input and output embedding are one, size of a head, from each
 # model's public configuration.
@@ -39,7 +38,23 @@ CONFIGS: dict[str, tuple[int, bool, int]] = {
 # Tokens of a tower for one token of the sequence.
 TOKEN_SHARES = {"action": 1 / 16, "vit": 1 / 4, "vision": 1 / 4}
 MLP_ROLES = ("gate", "up", "down", "gate_up", "fc1", "fc2")
-LOSS_CHUNK = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """How a step is spread over devices.
+
+    Attributes:
+      gather: turns a stored weight, given with its role, into the whole bf16 weight.
+      pin: keeps activations split over the batch.
+      spread: splits what an embedding table gives, and its gradient, like the table.
+      attend: attention on queries, keys and values [batch, token, head, channel].
+    """
+
+    gather: Callable[[jax.Array, str], jax.Array]
+    pin: Callable[[jax.Array], jax.Array]
+    spread: Callable[[jax.Array], jax.Array]
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,73 +216,58 @@ def mlp(weights: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def run_tower(
-    tower: Tower, params: Mapping[str, jax.Array], x: jax.Array, gather: Gather, mix
+    tower: Tower,
+    params: Mapping[str, jax.Array],
+    x: jax.Array,
+    how: Sharded,
+    mix: Callable[[Mapping[str, jax.Array], jax.Array], jax.Array],
 ) -> jax.Array:
     """All layers as a scan, each computed again in the backward pass."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def layer(x, stacked):
-        weights = {role: gather(stacked[role], role) for role in tower.matrices}
-        x = x + mix(weights, rms_norm(x, stacked["attention_norm"]))
-        return x + mlp(weights, rms_norm(x, stacked["mlp_norm"])), None
+        weights = {role: how.gather(stacked[role], role) for role in tower.matrices}
+        x = how.pin(x + mix(weights, rms_norm(x, stacked["attention_norm"])))
+        return how.pin(x + mlp(weights, rms_norm(x, stacked["mlp_norm"]))), None
 
     stacks = {role: leaf for role, leaf in params.items() if role not in tower.tail}
     x, _ = jax.lax.scan(layer, x, stacks)
     for role in tower.tail:
-        weight = gather(params[role], role)
+        weight = how.gather(params[role], role)
         x = x.reshape(x.shape[0], -1, weight.shape[0]) @ weight
     return x
 
 
 def next_token_loss(x: jax.Array, head: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy, by chunks of the sequence that are computed again."""
-    chunks = max(1, x.shape[1] // LOSS_CHUNK)
-
-    def split(array):
-        rows = array.reshape(array.shape[0], chunks, -1, *array.shape[2:])
-        return jnp.moveaxis(rows, 1, 0)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def chunk(total, part):
-        states, wanted = part
-        logits = (states @ head).astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - picked
-        return total + losses.sum(), None
-
-    parts = split(x), split(jnp.roll(tokens, -1, axis=1))
-    total, _ = jax.lax.scan(chunk, jnp.zeros(()), parts)
-    return total / tokens.size
+    """Mean cross-entropy; logits in bf16, their sums in fp32."""
+    logits = (x @ head).astype(jnp.float32)
+    wanted = jnp.roll(tokens, -1, axis=1)[..., None]
+    picked = jnp.take_along_axis(logits, wanted, axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
 def loss_function(
-    model: Model, gather: Gather, attend: Callable
+    model: Model, how: Sharded
 ) -> Callable[[Params, jax.Array], jax.Array]:
-    """Loss of parameters on tokens [batch, sequence].
-
-    Args:
-      model: what to build.
-      gather: turns a stored weight, given with its role, into the bf16 weight that
-        layers multiply with.
-      attend: attention on queries, keys and values [batch, token, head, channel].
-    """
+    """Loss of parameters on tokens [batch, sequence]."""
 
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         ends = params["ends"]
-        embedding = gather(ends["embedding"], "embedding")
-        mix = functools.partial(attention, head_size=model.head_size, attend=attend)
+        embedding = how.gather(ends["embedding"], "embedding")
+        mix = functools.partial(
+            attention, head_size=model.head_size, attend=how.attend
+        )
         total = jnp.zeros(())
         for number, tower in enumerate(model.towers):
             length = int(tokens.shape[1] * TOKEN_SHARES.get(tower.name, 1))
-            x = embedding[tokens[:, :length]]
-            if tower.width != x.shape[-1]:
-                x = jnp.pad(x, ((0, 0), (0, 0), (0, max(0, tower.width - model.width))))
-                x = x[..., : tower.width]
-            x = run_tower(tower, params[tower.name], x, gather, mix)
+            x = how.pin(how.spread(embedding[tokens[:, :length]]))
+            missing = max(0, tower.width - model.width)
+            x = jnp.pad(x, ((0, 0), (0, 0), (0, missing)))[..., : tower.width]
+            x = run_tower(tower, params[tower.name], x, how, mix)
             if number:
                 total += jnp.mean(jnp.square(x.astype(jnp.float32)))
                 continue
-            head = embedding.T if model.tied else gather(ends["head"], "head")
+            head = embedding.T if model.tied else how.gather(ends["head"], "head")
             total += next_token_loss(rms_norm(x, ends["norm"]), head, tokens)
         return total
 
