@@ -1,4 +1,4 @@
-"""The demo end to end at its tiny size: training, resuming, what it writes, refusals."""
+"""The demo at its tiny size: training, resuming, what it writes, what it refuses."""
 
 import contextlib
 import io
@@ -68,9 +68,7 @@ def test_dmuon_trains_like_optax_muon(finished):
     out, printed = finished
     losses = record(out)["losses"]
     assert [len(losses[label]) for label in LABELS] == [STEPS] * 3
-    np.testing.assert_allclose(
-        losses["dmuon"], losses["optax.contrib.muon"], rtol=1e-4
-    )
+    np.testing.assert_allclose(losses["dmuon"], losses["optax.contrib.muon"], rtol=1e-4)
     assert "differ by at most" in printed
     # All start from the same weights; AdamW then goes its own way.
     assert losses["AdamW"][0] == losses["dmuon"][0]

@@ -40,21 +40,43 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         f"from one seed on {NUM_DEVICES} virtual CPU devices, and compares them.",
     )
     add = parser.add_argument
-    add("--data", type=pathlib.Path, metavar="FILE|DIR",
-        help="text to train on (default: the .py files of this Python's library)")
+    add(
+        "--data",
+        type=pathlib.Path,
+        metavar="FILE|DIR",
+        help="text to train on (default: the .py files of this Python's library)",
+    )
     add("--steps", type=positive, default=50, help="steps of each run (default: 50)")
     add("--batch", type=positive, default=8, help="sequences per step (default: 8)")
     add("--seed", type=int, default=0, help="weights and batches (default: 0)")
     add("--size", choices=sorted(SIZES), default="small", help="size of the model")
-    add("--method", choices=("direct", "gram"),
-        help="dmuon's Newton-Schulz form (default: it chooses by shape)")
-    add("--out", type=pathlib.Path, default=pathlib.Path("demo_out"), metavar="DIR",
-        help="folder for checkpoints, plot and record (default: demo_out)")
-    add("--save-every", type=positive, default=25, metavar="N",
-        help="steps between checkpoints (default: 25); the last step has one anyway")
+    add(
+        "--method",
+        choices=("direct", "gram"),
+        help="dmuon's Newton-Schulz form (default: it chooses by shape)",
+    )
+    add(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("demo_out"),
+        metavar="DIR",
+        help="folder for checkpoints, plot and record (default: demo_out)",
+    )
+    add(
+        "--save-every",
+        type=positive,
+        default=25,
+        metavar="N",
+        help="steps between checkpoints (default: 25); the last step has one anyway",
+    )
     add("--resume", action="store_true", help="continue the checkpoints in --out")
-    add("--repeats", type=positive, default=5, metavar="N",
-        help="timed updates of each optimizer (default: 5)")
+    add(
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="timed updates of each optimizer (default: 5)",
+    )
     return parser.parse_args(argv)
 
 
@@ -81,9 +103,7 @@ def check(arguments: argparse.Namespace, mesh: Mesh) -> None:
         raise text.InputError(f"--out must name a folder, got {arguments.out}.")
 
 
-def find_checkpoints(
-    store: Store, arguments: argparse.Namespace
-) -> dict[str, int]:
+def find_checkpoints(store: Store, arguments: argparse.Namespace) -> dict[str, int]:
     """Steps done in each checkpoint to continue; deletes those not to be continued."""
     if not arguments.resume:
         if store.clear():
@@ -119,9 +139,9 @@ def demo(arguments: argparse.Namespace) -> None:
     problem = train.make_problem(settings, corpus, mesh)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
     print(
-        f"Model: byte-level GPT with {num_parameters / 1e6:.2f} M parameters, FSDP over "
-        f"{mesh.size} virtual CPU devices; {arguments.batch} x {settings.model.length} "
-        f"bytes a step."
+        f"Model: byte-level GPT with {num_parameters / 1e6:.2f} M parameters, FSDP "
+        f"over {mesh.size} virtual CPU devices; {arguments.batch} x "
+        f"{settings.model.length} bytes a step."
     )
     plan = plan_owners(
         problem.params,

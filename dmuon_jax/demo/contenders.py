@@ -12,8 +12,8 @@ LABELS = ("AdamW", "optax.contrib.muon", "dmuon")
 WARMUP_STEPS = 10
 WEIGHT_DECAY = 0.1
 # consistent_rms gives Muon's updates about AdamW's size
-# (https://arxiv.org/abs/2502.16982), so that one rate serves Muon's matrices and the Adam
-# that updates the rest.
+# (https://arxiv.org/abs/2502.16982), so that one rate serves Muon's matrices and the
+# Adam that updates the rest.
 MUON_ARGUMENTS = dict(
     weight_decay=WEIGHT_DECAY,
     consistent_rms=0.2,
@@ -44,9 +44,7 @@ class Contender:
         for more steps continues the one that stopped.
         """
         peak = self.peak_rate
-        return self.make(
-            optax.linear_schedule(peak / WARMUP_STEPS, peak, WARMUP_STEPS)
-        )
+        return self.make(optax.linear_schedule(peak / WARMUP_STEPS, peak, WARMUP_STEPS))
 
 
 def contenders(plan: Plan) -> tuple[Contender, ...]:

@@ -97,7 +97,7 @@ class Run:
 
 
 def make_problem(settings: Settings, corpus: text.Corpus, mesh: Mesh) -> Problem:
-    """Draws the initial weights and compiles the gradients that all contenders share."""
+    """Draws the initial weights and compiles the gradients that all share."""
     graph, variables = nnx.split(Gpt(settings.model, nnx.Rngs(settings.seed)))
     params = nnx.to_pure_dict(variables)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -153,9 +153,11 @@ def start(problem: Problem, contender: Contender) -> Run:
     replicated = NamedSharding(problem.mesh, PartitionSpec())
     # optax makes counters and coefficients on one device; they belong on the mesh.
     state = jax.tree.map(
-        lambda leaf: leaf
-        if leaf.sharding.device_set == replicated.device_set
-        else jax.device_put(leaf, replicated),
+        lambda leaf: (
+            leaf
+            if leaf.sharding.device_set == replicated.device_set
+            else jax.device_put(leaf, replicated)
+        ),
         tx.init(params),
     )
 
