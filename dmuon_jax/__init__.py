@@ -1,1 +1,15 @@
 """dmuon_jax: the Muon optimizer for JAX at distributed scale."""
+
+from dmuon_jax.find_plan import plan_owners
+from dmuon_jax.muon import dmuon
+from dmuon_jax.planning.plan import Plan
+from dmuon_jax.shardings import place_state
+from dmuon_jax.transform import scale_by_dmuon
+
+__all__ = [
+    "Plan",
+    "dmuon",
+    "place_state",
+    "plan_owners",
+    "scale_by_dmuon",
+]

@@ -158,6 +158,20 @@ def test_library_matmuls_without_dimension_numbers():
     assert dot_flops(module(lines)).total == 2 * 3 * 64 * 16 * 32
 
 
+def test_library_matmuls_with_dimension_numbers():
+    config = (
+        '{"gemm_backend_config":{"dot_dimension_numbers":{'
+        '"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["1"]}}}'
+    )
+    lines = (
+        "%x = f16[32,64] constant({...})",
+        "%y = f16[16,32] constant({...})",
+        "ROOT %m = (f16[64,16], s8[4096]) custom-call(%x, %y), "
+        f'custom_call_target="__cublas$gemm", backend_config={config}',
+    )
+    assert dot_flops(module(lines)).total == 2 * 64 * 16 * 32
+
+
 def test_convolution_counts_no_padding():
     lines = (
         "%x = f32[1,5,2] constant({...})",

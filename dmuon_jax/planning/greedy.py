@@ -5,8 +5,11 @@ import numpy as np
 from dmuon_jax.planning.model import Counts, Model
 
 FORBIDDEN = np.iinfo(np.int64).max // 4
-MAX_MOVES = 2000
-MAX_SINGLE = 4096
+MAX_MOVES = 500
+MAX_WALKS = 3
+# Tasks of more parcels are spread evenly but for their last rounds.
+MAX_SINGLE = 1024
+KEPT_ROUNDS = 3
 
 
 def even_counts(model: Model) -> Counts:
@@ -26,13 +29,12 @@ class Spread:
         self.matrices = model.bucket_counts(self.counts)
         self.loads = model.loads(self.counts, table)
 
-    def changes(self, step: np.ndarray) -> np.ndarray:
+    def changes(self, step: np.ndarray, devices=slice(None)) -> np.ndarray:
         """Returns int64 [devices]: load change where *step* matrices are added."""
-        total = np.zeros(self.model.num_devices, np.int64)
+        total = np.zeros_like(self.loads[devices])
         for bucket in np.flatnonzero(step):
-            row, cost = self.matrices[bucket], self.table[bucket]
-            target = np.clip(row + step[bucket], 0, len(cost) - 1)
-            total += cost[target] - cost[row]
+            row, cost = self.matrices[bucket, devices], self.table[bucket]
+            total += cost.take(row + step[bucket], mode="clip") - cost.take(row)
         return total
 
     def loads_with(self, family: int, step: np.ndarray) -> np.ndarray:
@@ -44,38 +46,52 @@ class Spread:
         """Gives *num* parcels (or takes them, if negative) of *task* to *owner*."""
         devices = self.model.members[self.model.family_of[task]][owner]
         step = num * self.model.pieces[task]
-        self.loads[devices] += self.changes(step)[devices]
+        self.loads[devices] += self.changes(step, devices)
         self.matrices[:, devices] += step[:, None]
         self.counts[task][owner] += num
 
+    def add_everywhere(self, task: int, num: int):
+        """Gives *num* parcels of *task* to each of its owners."""
+        step = num * self.model.pieces[task]
+        self.loads += self.changes(step)
+        self.matrices += step[:, None]
+        self.counts[task][:] += num
+
 
 def greedy_counts(
-    model: Model, table: tuple[np.ndarray, ...], slots: np.ndarray
+    model: Model,
+    table: tuple[np.ndarray, ...],
+    slots: np.ndarray,
+    start: Counts | None = None,
 ) -> Counts | None:
     """Places the longest parcels first, each where the load ends up smallest.
-
-    Tasks of many parcels start from an even spread of all but the last rounds.
 
     Args:
       model: The problem.
       table: Cost of each bucket by count.
       slots: int64 [tasks]: the most parcels of a task that an owner may take.
+      start: What is placed already. By default nothing, but an even spread of all but
+        the last rounds where a task has thousands of parcels.
 
     Returns:
       The counts, or None if the slots hold too few parcels.
     """
     if (slots * model.owners < model.num_parcels).any():
         return None
-    rounds = np.where(
-        model.num_parcels > MAX_SINGLE,
-        np.minimum(np.maximum(model.num_parcels // model.owners - 2, 0), slots),
-        0,
-    )
-    start = tuple(np.full(n, r) for n, r in zip(model.owners, rounds, strict=True))
+    if start is None:
+        start = tuple(np.zeros(num, np.int64) for num in model.owners)
     spread = Spread(model, table, start)
     for task in _longest_first(model, table):
         family, step = model.family_of[task], model.pieces[task]
-        for _ in range(model.num_parcels[task] - start[task].sum()):
+        if not step.any():
+            spread.counts[task][:] = even_counts(model)[task]
+        placed = int(spread.counts[task].sum())
+        left = int(model.num_parcels[task]) - placed
+        rounds = left // int(model.owners[task]) - KEPT_ROUNDS
+        if placed == 0 and left > MAX_SINGLE and rounds > 0:
+            spread.add_everywhere(task, rounds)
+            left -= rounds * int(model.owners[task])
+        for _ in range(left):
             loads = spread.loads_with(family, step)
             loads[spread.counts[task] >= slots[task]] = FORBIDDEN
             spread.add(task, int(loads.argmin()))
@@ -83,15 +99,12 @@ def greedy_counts(
 
 
 def _longest_first(model: Model, table: tuple[np.ndarray, ...]) -> list[int]:
-    """Orders tasks by the time of one parcel; fewer owners are served first."""
-    single = [
-        sum(int(table[b][model.pieces[t, b]]) for b in np.flatnonzero(model.pieces[t]))
-        for t in range(model.num_tasks)
-        if model.num_parcels[t]
-    ]
-    tasks = [t for t in range(model.num_tasks) if model.num_parcels[t]]
-    keys = dict(zip(tasks, single, strict=True))
-    return sorted(tasks, key=lambda t: (model.family_of[t], -keys[t], t))
+    """Orders tasks by the time of one parcel; those of fewer owners come first."""
+    single = {
+        t: sum(int(table[b][k]) for b, k in enumerate(model.pieces[t]) if k)
+        for t in np.flatnonzero(model.num_parcels).tolist()
+    }
+    return sorted(single, key=lambda t: (model.family_of[t], -single[t], t))
 
 
 def balance(
@@ -130,7 +143,7 @@ def _relieve(spread: Spread, family: int, slots: np.ndarray) -> bool:
             if taken is not None and spread.counts[taken][source] >= slots[taken]:
                 continue
             step = model.pieces[given] - back
-            left = int((spread.loads[here] + spread.changes(-step)[here]).max())
+            left = int((spread.loads[here] + spread.changes(-step, here)).max())
             if left >= best:
                 continue
             worst = np.maximum(spread.loads_with(family, step), left)
@@ -152,60 +165,59 @@ def _relieve(spread: Spread, family: int, slots: np.ndarray) -> bool:
     return True
 
 
-def search(model: Model, table: tuple[np.ndarray, ...], rounds: int = 3) -> Counts:
+def search(model: Model, table: tuple[np.ndarray, ...], target: int = 0) -> Counts:
     """Returns the best plan of several starts, improved by changing slots one by one.
 
     Slots are priced, so the search walks over slot limits: under each it packs
     greedily and balances.
+
+    Args:
+      model: The problem.
+      table: Cost of each bucket by count.
+      target: Ticks: an objective that is good enough.
     """
-    even = even_counts(model)
-    candidates = [even, balance(model, table, even, model.min_slots)]
+    best = even_counts(model)
     for slots in (model.min_slots, model.max_slots):
+        if model.objective(best, table) <= target:
+            return best
         packed = greedy_counts(model, table, slots)
         if packed is not None and model.fits(model.slots(packed)):
-            candidates += [packed, balance(model, table, packed, slots)]
-    best = min(candidates, key=lambda c: model.objective(c, table))
-    for _ in range(rounds):
+            balanced = balance(model, table, packed, slots)
+            best = model.best((best, packed, balanced), table)
+    return walk_slots(model, table, best, target)
+
+
+def walk_slots(
+    model: Model, table: tuple[np.ndarray, ...], best: Counts, target: int
+) -> Counts:
+    """Improves a plan by balancing it under one slot fewer or more of each task."""
+    for _ in range(MAX_WALKS):
         before = model.objective(best, table)
-        for task in np.argsort(-model.slot_ticks, kind="stable"):
+        for task in np.argsort(-model.slot_ticks, kind="stable").tolist():
             for change in (-1, 1):
-                best = _with_slots(model, table, best, int(task), change)
+                most = model.objective(best, table) - target
+                if most <= max(change * int(model.slot_ticks[task]), 0):
+                    continue
+                trial = _with_slots(model, table, best, task, change)
+                best = model.best((best, trial), table)
         if model.objective(best, table) >= before:
             break
     return best
 
 
 def _with_slots(
-    model: Model, table: tuple[np.ndarray, ...], best: Counts, task: int, change: int
+    model: Model, table: tuple[np.ndarray, ...], counts: Counts, task: int, change: int
 ) -> Counts:
-    """Tries one slot of *task* fewer or more; returns the better plan."""
-    slots = model.slots(best)
+    slots = model.slots(counts)
     slots[task] += change
-    if not model.min_slots[task] <= slots[task] <= model.max_slots[task]:
-        return best
-    if not model.fits(slots):
-        return best
-    if change > 0:
-        trial = balance(model, table, best, slots)
-    else:
-        trial = balance(model, table, _shrink(model, table, best, task, slots), slots)
-    better = model.objective(trial, table) < model.objective(best, table)
-    return trial if better else best
-
-
-def _shrink(
-    model: Model,
-    table: tuple[np.ndarray, ...],
-    counts: Counts,
-    task: int,
-    slots: np.ndarray,
-) -> Counts:
-    """Moves what exceeds the slots of *task* to where the load ends up smallest."""
+    allowed = model.min_slots[task] <= slots[task] <= model.max_slots[task]
+    if not (allowed and model.fits(slots)):
+        return counts
     spread = Spread(model, table, counts)
     family, step = model.family_of[task], model.pieces[task]
-    for owner in np.flatnonzero(spread.counts[task] > slots[task]):
-        spread.add(task, int(owner), -1)
+    for owner in np.flatnonzero(spread.counts[task] > slots[task]).tolist():
+        spread.add(task, owner, -1)
         loads = spread.loads_with(family, step)
         loads[spread.counts[task] >= slots[task]] = FORBIDDEN
         spread.add(task, int(loads.argmin()))
-    return spread.counts
+    return balance(model, table, spread.counts, slots)

@@ -35,7 +35,9 @@ class Model:
       members: For each family int64 [owners, devices per owner]: the devices that
         repeat an owner's counts.
       shapes: The oriented shapes, sorted; one bucket each.
-      pieces: int64 [tasks, buckets]: matrices of a bucket in one parcel.
+      pieces: int64 [tasks, buckets]: matrices of a bucket in one parcel, 0 in padded
+        buckets.
+      padding: int64 [tasks, buckets]: the same for padded buckets, else 0.
       costs: For each method, for each bucket int64 [count]: ticks.
       slot_ticks: int64 [tasks]: objective ticks per slot.
       min_slots: int64 [tasks]: slots of an even spread.
@@ -50,6 +52,7 @@ class Model:
     members: tuple[np.ndarray, ...]
     shapes: tuple[Shape, ...]
     pieces: np.ndarray
+    padding: np.ndarray
     costs: dict[Method, tuple[np.ndarray, ...]]
     slot_ticks: np.ndarray
     min_slots: np.ndarray
@@ -96,10 +99,23 @@ class Model:
         return total
 
     def loads(self, counts: Counts, table: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Returns int64 [devices]: the load of each device in ticks."""
+        """Returns int64 [devices]: each device's ticks in buckets that are not padded."""
         total = np.zeros(self.num_devices, np.int64)
         for bucket, row in enumerate(self.bucket_counts(counts)):
             total += table[bucket][row]
+        return total
+
+    def padded_ticks(self, slots: np.ndarray, table: tuple[np.ndarray, ...]) -> int:
+        """Returns the ticks that padded buckets take on every device."""
+        return sum(int(table[b][n]) for b, n in enumerate(slots @ self.padding))
+
+    def least_fixed_ticks(self) -> int:
+        """Returns what no plan's padded buckets and exchange take less than."""
+        total = int(self.min_slots @ self.slot_ticks)
+        for cost, num in zip(
+            self.best_table(), self.min_slots @ self.padding, strict=True
+        ):
+            total += int(cost[num:].min())
         return total
 
     def slots(self, counts: Counts) -> np.ndarray:
@@ -114,8 +130,19 @@ class Model:
 
     def objective(self, counts: Counts, table: tuple[np.ndarray, ...]) -> int:
         """Returns makespan plus priced exchange, in ticks."""
-        makespan = int(self.loads(counts, table).max(initial=0))
-        return makespan + int(self.slots(counts) @ self.slot_ticks)
+        exchange = int(self.slots(counts) @ self.slot_ticks)
+        return self.makespan(counts, table) + exchange
+
+    def makespan(self, counts: Counts, table: tuple[np.ndarray, ...]) -> int:
+        """Returns the largest time of a device, padded buckets included, in ticks."""
+        padded = self.padded_ticks(self.slots(counts), table)
+        return padded + int(self.loads(counts, table).max(initial=0))
+
+    def best(
+        self, candidates: tuple[Counts, ...], table: tuple[np.ndarray, ...]
+    ) -> Counts:
+        """Returns the first of the plans with the smallest objective."""
+        return min(candidates, key=lambda counts: self.objective(counts, table))
 
 
 def build_model(problem: Problem) -> Model:
@@ -143,19 +170,22 @@ def build_model(problem: Problem) -> Model:
     min_slots = -(-num_parcels // owners)
     # Far beyond the even spread no plan pays; the cap keeps the cost tables short.
     max_slots = np.minimum(num_parcels, min_slots + np.maximum(32, min_slots // 4))
+    padded = np.array([_is_padded(problem, shape) for shape in shapes], bool)
+    max_slots = np.where((pieces * ~padded).any(axis=1), max_slots, min_slots)
+    longest = (max_slots @ pieces).tolist()
     slot_us = [problem.exposed * problem.slot_us(task) for task in tasks]
-    longest = [int(max_slots @ pieces[:, b]) for b in range(len(shapes))]
     model = Model(
         num_devices=grid.size,
         num_parcels=num_parcels,
         family_of=tuple(families.index(task.free_axes) for task in tasks),
         members=tuple(_members(grid, used, axes) for axes in families),
         shapes=shapes,
-        pieces=pieces,
+        pieces=pieces * ~padded,
+        padding=pieces * padded,
         costs={
             method: tuple(
-                _cost_row(problem, shape, longest[b], method)
-                for b, shape in enumerate(shapes)
+                _cost_row(problem, shape, num, method)
+                for shape, num in zip(shapes, longest, strict=True)
             )
             for method in sorted(set(problem.methods))
         },
@@ -178,6 +208,14 @@ def _members(grid: np.ndarray, used: list[str], axes: tuple[str, ...]) -> np.nda
     rest = [i for i in range(len(used)) if i not in free]
     num_owners = math.prod(grid.shape[i] for i in free)
     return grid.transpose(free + rest).reshape(num_owners, -1)
+
+
+def _is_padded(problem: Problem, shape: Shape) -> bool:
+    if problem.pad_below_us <= 0:
+        return False
+    return problem.pad_below_us > min(
+        problem.cost.time_us(shape, 1, method) for method in problem.methods
+    )
 
 
 def _cost_row(

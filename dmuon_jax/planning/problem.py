@@ -79,6 +79,8 @@ class Problem:
         mesh axis; an axis that is not named costs nothing.
       exposed: The share of the exchange time that nothing hides, 0 to 1.
       max_owner_bytes: Limit on the slots' memory on an owner, all tasks together.
+      pad_below_us: Shapes of which one matrix takes less than this are *padded*: every
+        device computes all its slots, EMPTY ones too, as that is cheaper than a branch.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -88,6 +90,7 @@ class Problem:
     bandwidths: tuple[tuple[str, float], ...] = ()
     exposed: float = 1.0
     max_owner_bytes: int | None = None
+    pad_below_us: float = 0.0
 
     def __post_init__(self):
         sizes = dict(self.mesh)
@@ -151,6 +154,25 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
+class Limits:
+    """Where the solver stops; never by the clock, so that every process stops alike.
+
+    Attributes:
+      nodes: Branch-and-bound nodes of each program.
+      patterns: Count patterns of each program.
+      rel_gap: A plan this close to the bound is good enough.
+    """
+
+    nodes: int = 500
+    patterns: int = 1000
+    rel_gap: float = 1e-3
+
+    def __post_init__(self):
+        if self.nodes < 0 or self.patterns < 0 or not self.rel_gap >= 0:
+            raise ValueError(f"limits must not be negative, got {self}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Solution:
     """A plan in numbers.
 
@@ -158,6 +180,7 @@ class Solution:
       counts: For each task the parcels on each free owner, row-major over its
         ``free_axes``; they sum to ``num_parcels``.
       methods: The method of each oriented shape, sorted by shape.
+      padded: The shapes whose EMPTY slots are computed, sorted.
       makespan_us: The largest load of a device.
       exchange_us: Time of the exchanges, hidden or not.
       objective_us: ``makespan_us + exposed * exchange_us``.
@@ -169,6 +192,7 @@ class Solution:
 
     counts: tuple[tuple[int, ...], ...]
     methods: tuple[tuple[Shape, Method], ...]
+    padded: tuple[Shape, ...]
     makespan_us: float
     exchange_us: float
     objective_us: float

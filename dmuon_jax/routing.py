@@ -1,0 +1,53 @@
+"""Which leaves go to Muon, and which of their axes make a matrix."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+DimensionNumbers = MuonDimensionNumbers | None
+
+
+def is_dimension(x: Any) -> bool:
+    """Whether ``x`` stands for one entry of a tree of dimension numbers."""
+    return x is None or isinstance(x, MuonDimensionNumbers | optax.MaskedNode)
+
+
+def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
+    """Dimension numbers of each leaf of ``params``; None sends a leaf to Adam.
+
+    Args:
+      rule: as ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``: None (leaves with
+        two dimensions are matrices), one ``MuonDimensionNumbers``, a tree of them (a prefix
+        of ``params``), or a callable that returns such a tree.
+      params: arrays or shapes.
+
+    Raises:
+      ValueError: if the tree is not a prefix of ``params``.
+      TypeError: if an entry is no ``MuonDimensionNumbers`` or None.
+    """
+    leaves = jax.tree.leaves(params)
+    if rule is None:
+        return [MuonDimensionNumbers() if np.ndim(x) == 2 else None for x in leaves]
+    tree = rule(params) if callable(rule) else rule
+    found: list[DimensionNumbers] = []
+
+    def fill(path, entry, subtree):
+        if not is_dimension(entry):
+            raise TypeError(
+                "dimension numbers must be MuonDimensionNumbers or None, got "
+                f"{type(entry).__name__} at {jax.tree_util.keystr(path)}"
+            )
+        found.extend([entry] * len(jax.tree.leaves(subtree)))
+
+    jax.tree_util.tree_map_with_path(fill, tree, params, is_leaf=is_dimension)
+    return found
+
+
+def muon_labels(rule: Any, params: Any) -> Any:
+    """``"muon"`` or ``"adam"`` for each leaf of ``params``."""
+    treedef = jax.tree.structure(params)
+    dimensions = leaf_dimensions(rule, params)
+    return treedef.unflatten(["adam" if d is None else "muon" for d in dimensions])
