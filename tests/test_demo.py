@@ -121,8 +121,8 @@ def test_checkpoints_are_refused_by_other_runs(finished, data, tmp_path):
 
 def test_damaged_checkpoint_is_refused(finished, data, tmp_path):
     out, _ = finished
-    checkpoint = out / "checkpoints" / "AdamW" / str(STEPS)
-    broken = tmp_path / "checkpoints" / "AdamW" / str(STEPS)
+    checkpoint = out / "demo_checkpoints" / "AdamW" / str(STEPS)
+    broken = tmp_path / "demo_checkpoints" / "AdamW" / str(STEPS)
     for file in checkpoint.rglob("*"):
         target = broken / file.relative_to(checkpoint)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def test_unusable_input_is_refused(data, tmp_path):
     assert_refused("got 0 (in", "--data", binary, *out)
     assert_refused("multiple of the 8 devices", "--data", data, "--batch", 9, *out)
     assert_refused("--seed must be", "--data", data, "--seed", -1, *out)
-    assert_refused("--out must name a folder", "--data", data, "--out", data)
+    assert_refused("--out must name a folder", "--data", data, "--out", data / "in")
     assert_refused("got none", "--data", data, "--resume", *out)
     assert not (tmp_path / "out").exists()
 

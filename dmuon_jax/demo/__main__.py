@@ -99,14 +99,22 @@ def check(arguments: argparse.Namespace, mesh: Mesh) -> None:
         )
     if arguments.seed < 0:
         raise text.InputError(f"--seed must be at least 0, got {arguments.seed}.")
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise text.InputError(f"--out must name a folder, got {arguments.out}.")
+
+
+def make_folder(path: pathlib.Path) -> None:
+    """Makes the folder for what the demo writes."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise text.InputError(
+            f"--out must name a folder that can be made, got {path} ({error.strerror})."
+        ) from error
 
 
 def find_checkpoints(store: Store, arguments: argparse.Namespace) -> dict[str, int]:
     """Steps done in each checkpoint to continue; deletes those not to be continued."""
     if not arguments.resume:
-        if store.clear():
+        if any([store.clear(label) for label in LABELS]):
             print(f"Starting anew: the checkpoints in {store.folder} are deleted.")
         return {}
     steps = {label: store.find(label) for label in LABELS}
@@ -134,8 +142,9 @@ def demo(arguments: argparse.Namespace) -> None:
     corpus = text.load_corpus(arguments.data, settings.model.length + 1)
     print(f"Text: {corpus.name}, {corpus.num_bytes / 1e6:.1f} MB.")
     identity = {**dataclasses.asdict(settings), "text": corpus.digest}
-    store = Store(arguments.out / "checkpoints", arguments.save_every, identity)
+    store = Store(arguments.out / "demo_checkpoints", arguments.save_every, identity)
     found = find_checkpoints(store, arguments)
+    make_folder(arguments.out)
     problem = train.make_problem(settings, corpus, mesh)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
     print(
@@ -182,17 +191,22 @@ def show(
     plot, record = arguments.out / "demo.png", arguments.out / "demo.json"
     report.plot(plot, runs, plan)
     report.write_record(record, rows, runs)
-    print(f"Plot: {plot}   Record: {record}   Checkpoints: {arguments.out}/checkpoints")
+    print(
+        f"Plot: {plot}   Record: {record}   Checkpoints: {arguments.out}/demo_checkpoints"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point: 0 when all went well, 2 for input that cannot be used."""
+    """Entry point: 0 when all went well, 2 for unusable input, 130 when stopped."""
     arguments = parse(argv)
     try:
         demo(arguments)
     except text.InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nStopped; --resume continues from the checkpoints.", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -84,7 +84,7 @@ class Run:
       state: Optimizer state now.
       losses: Training loss of every step, before its update.
       held_out: ``(steps done, loss)`` of every evaluation.
-      tokens_per_s: Of this session's steps; NaN before the first.
+      tokens_per_s: Of this session's steps; None before the first.
     """
 
     contender: Contender
@@ -93,7 +93,7 @@ class Run:
     state: Any
     losses: list[float]
     held_out: list[tuple[int, float]]
-    tokens_per_s: float = float("nan")
+    tokens_per_s: float | None = None
 
 
 def make_problem(settings: Settings, corpus: text.Corpus, mesh: Mesh) -> Problem:
