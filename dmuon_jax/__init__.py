@@ -1,6 +1,7 @@
 """dmuon_jax: the Muon optimizer for JAX at distributed scale."""
 
 from dmuon_jax.find_plan import plan_owners
+from dmuon_jax.map_matrices import map_matrices, orthogonalize
 from dmuon_jax.muon import dmuon
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.shardings import place_state
@@ -9,6 +10,8 @@ from dmuon_jax.transform import scale_by_dmuon
 __all__ = [
     "Plan",
     "dmuon",
+    "map_matrices",
+    "orthogonalize",
     "place_state",
     "plan_owners",
     "scale_by_dmuon",

@@ -6,13 +6,12 @@ import jax
 import optax
 
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
-from dmuon_jax.find_plan import flatten
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import leaf_dimensions, muon_labels
 from dmuon_jax.scaling import scale_by_matrix_shape
 from dmuon_jax.shardings import find_mesh, given_shardings, place_state, see
-from dmuon_jax.transform import check_number, scale_by_dmuon
+from dmuon_jax.transform import by_path, check_number, scale_by_dmuon
 
 
 def dmuon(
@@ -169,9 +168,7 @@ def on_mesh(
 
     def init_fn(params):
         state = tx.init(params)
-        mesh = find_mesh(
-            {path: see(x, path) for path, x in zip(*flatten(params), strict=True)}
-        )
+        mesh = find_mesh({path: see(x, path) for path, x in by_path(params).items()})
         for sharding in given_shardings(param_shardings).values():
             mesh = sharding.mesh if mesh is None and sharding.mesh.size > 1 else mesh
         if isinstance(mesh, jax.sharding.Mesh):

@@ -57,7 +57,9 @@ def call_last(fn: MatrixFn, operands: Any, x: jax.Array, bucket: Bucket) -> jax.
 
 
 def owner_step(
-    fn: Callable[[jax.Array, Bucket], jax.Array], blocks: Sequence[jax.Array], plan: Plan
+    fn: Callable[[jax.Array, Bucket], jax.Array],
+    blocks: Sequence[jax.Array],
+    plan: Plan,
 ) -> list[jax.Array]:
     """What one device does with its blocks."""
     parcels = []

@@ -51,3 +51,15 @@ def muon_labels(rule: Any, params: Any) -> Any:
     treedef = jax.tree.structure(params)
     dimensions = leaf_dimensions(rule, params)
     return treedef.unflatten(["adam" if d is None else "muon" for d in dimensions])
+
+
+def matrices_of(tree: Any, rule: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves that ``rule`` calls matrices, and their dimension numbers, by path."""
+    dims = leaf_dimensions(rule, tree)
+    items = jax.tree_util.tree_leaves_with_path(tree)
+    arrays, numbers = {}, {}
+    for (path, x), dim in zip(items, dims, strict=True):
+        if dim is not None:
+            name = jax.tree_util.keystr(path)
+            arrays[name], numbers[name] = x, dim
+    return arrays, numbers

@@ -125,20 +125,26 @@ def mesh_shape(mesh: AnyMesh | None) -> MeshShape:
     """Names and sizes of the axes; no axes for one device."""
     if mesh is None:
         return MeshShape((), ())
-    return MeshShape(tuple(mesh.axis_names), tuple(mesh.shape[n] for n in mesh.axis_names))
+    return MeshShape(
+        tuple(mesh.axis_names), tuple(mesh.shape[n] for n in mesh.axis_names)
+    )
 
 
-def platform_of(mesh: AnyMesh | None) -> str:
-    """``"cpu"``, ``"gpu"`` or ``"tpu"``: what the mesh, else the default backend, is."""
-    if mesh is None:
-        name = jax.default_backend()
-    elif isinstance(mesh, jax.sharding.Mesh):
-        name = mesh.devices.flat[0].platform
-    elif mesh.abstract_device is not None:
-        name = mesh.abstract_device.platform
+def device_kind(mesh: AnyMesh | None) -> tuple[str, str]:
+    """Platform ("cpu", "gpu" or "tpu") and kind of the mesh's devices.
+
+    Where the mesh does not tell, those of the default device.
+    """
+    if isinstance(mesh, jax.sharding.Mesh):
+        device = mesh.devices.flat[0]
+        platform, kind = device.platform, device.device_kind
+    elif mesh is not None and mesh.abstract_device is not None:
+        platform = mesh.abstract_device.platform
+        kind = mesh.abstract_device.device_kind
     else:
-        name = jax.default_backend()
-    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+        device = jax.local_devices()[0]
+        platform, kind = device.platform, device.device_kind
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), kind
 
 
 def given_shardings(tree: Any) -> dict[str, NamedSharding]:
@@ -163,7 +169,11 @@ def lookup(given: Mapping[str, NamedSharding], path: str) -> NamedSharding | Non
     """The sharding given for ``path`` or for the subtree that it is in."""
     best = None
     for prefix in given:
-        inside = path == prefix or not prefix or path.startswith((prefix + "[", prefix + "."))
+        inside = (
+            path == prefix
+            or not prefix
+            or path.startswith((prefix + "[", prefix + "."))
+        )
         if inside and (best is None or len(prefix) > len(best)):
             best = prefix
     return None if best is None else given[best]
@@ -252,7 +262,9 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
         if here:
             return jax.device_put(x, sharding)
         value = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: value[index])
+        return jax.make_array_from_callback(
+            x.shape, sharding, lambda index: value[index]
+        )
 
     return jax.tree.map(place, state)
 

@@ -10,12 +10,14 @@ import numpy as np
 import optax
 from optax.contrib import MuonState
 
+from dmuon_jax.apply_plan import apply_plan, on_specs
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
-from dmuon_jax.find_plan import Found, OwnerOptions, PlanFinder, flatten
+from dmuon_jax.find_plan import Found, PlanFinder
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
-from dmuon_jax.owners import map_owners
+from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
+from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import constrain, partition_spec
 
 
@@ -83,43 +85,62 @@ def scale_by_dmuon(
     check_arguments(ns_steps, beta, eps, preconditioning)
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
-    finder = PlanFinder(options, weight_dimension_numbers)
+    finder = PlanFinder(options)
+
+    def find(tree):
+        return finder.find(*matrices_of(tree, weight_dimension_numbers))
 
     def init_fn(params):
         return MuonState(
             count=jnp.zeros([], jnp.int32),
-            mu=init_momentum(params, finder(params), mu_dtype),
+            mu=init_momentum(params, find(params), mu_dtype),
             ns_coeffs=jnp.asarray(ns_coeffs),
         )
 
     def update_fn(updates, state, params=None):
-        found = finder(updates if params is None else params)
-        grads = on_specs(updates, found, "in")
-        mu = optax.tree.update_moment(grads, state.mu, beta, 1)
+        found = find(updates if params is None else params)
+        treedef = jax.tree.structure(updates)
+        grads = on_specs(by_path(updates), found, "in")
         count = optax.safe_increment(state.count)
-        if nesterov:
-            mu_hat = jax.tree.map(
-                lambda m, g: beta * m + (1 - beta) * g,
-                optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
-                optax.tree.bias_correction(grads, beta, count),
-            )
-        else:
-            mu_hat = optax.tree.bias_correction(mu, beta, count)
+        mu, mu_hat = momentum(grads, by_path(state.mu), count, beta, nesterov)
         steps = static_steps(ns_steps)
-        fixed = steps if isinstance(steps, int) else None
         fn = functools.partial(
-            orthogonalize_bucket, steps=fixed, preconditioning=preconditioning
+            orthogonalize_bucket,
+            steps=steps if isinstance(steps, int) else None,
+            preconditioning=preconditioning,
+            implementation=implementation,
         )
         operands = (state.ns_coeffs, jnp.asarray(steps), jnp.asarray(eps))
-        result = orthogonalize_tree(fn, mu_hat, found, operands)
+        result = apply_plan(fn, mu_hat, found, operands)
         if adaptive:
-            result = jax.tree.map(scale_by_dual_norm, on_specs(mu_hat, found, "out"), result)
-        result = jax.tree.map(lambda x, g: x.astype(g.dtype), result, updates)
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+            whole = on_specs(mu_hat, found, "out")
+            result = {p: scale_by_dual_norm(whole[p], y) for p, y in result.items()}
+        result = [result[p].astype(g.dtype) for p, g in by_path(updates).items()]
+        mu = {p: mu[p].astype(old.dtype) for p, old in by_path(state.mu).items()}
         mu = on_specs(mu, found, "in")
-        return result, MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
+        mu = treedef.unflatten([mu[p] for p in by_path(state.mu)])
+        state = MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
+        return treedef.unflatten(result), state
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path."""
+    items = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in items}
+
+
+def momentum(
+    grads: Any, mu: Any, count: jax.Array, beta: jax.typing.ArrayLike, nesterov: bool
+) -> tuple[Any, Any]:
+    """The new momentum, and its bias-corrected (Nesterov) form, as optax computes them."""
+    mu = optax.tree.update_moment(grads, mu, beta, 1)
+    if not nesterov:
+        return mu, optax.tree.bias_correction(mu, beta, count)
+    ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+    now = optax.tree.bias_correction(grads, beta, count)
+    return mu, jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
 
 
 def check_arguments(ns_steps, beta, eps, preconditioning) -> None:
@@ -159,40 +180,24 @@ def static_steps(ns_steps: jax.typing.ArrayLike) -> int | jax.Array:
 
 def init_momentum(params: Any, found: Found, mu_dtype: Any) -> Any:
     """Zeros like ``params``, in the momentum's shardings."""
-    paths, arrays = flatten(params)
-    layouts = {item.leaf.path: item for item in found.plan.layouts}
+    leaves = {item.leaf.path: item.leaf for item in found.plan.layouts}
 
     def zeros(path, x):
         dtype = mu_dtype or x.dtype
         if found.mesh is None:
             return jnp.zeros_like(x, dtype=dtype)
-        spec = partition_spec(layouts[path].leaf.spec_in)
+        spec = partition_spec(leaves[jax.tree_util.keystr(path)].spec_in)
         if isinstance(x, jax.core.Tracer):
             return constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
         sharding = jax.sharding.NamedSharding(found.mesh, spec)
         return jnp.zeros(x.shape, dtype, device=sharding)
 
-    treedef = jax.tree.structure(params)
-    return treedef.unflatten([zeros(p, x) for p, x in zip(paths, arrays, strict=True)])
+    return jax.tree_util.tree_map_with_path(zeros, params)
 
 
-def on_specs(tree: Any, found: Found, way: str) -> Any:
-    """``tree`` in the momentum's ("in") or the parameters' ("out") shardings."""
-    if found.mesh is None:
-        return tree
-    specs = {
-        item.leaf.path: item.leaf.spec_in if way == "in" else item.leaf.spec_out
-        for item in found.plan.layouts
-    }
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: constrain(
-            x, found.mesh, partition_spec(specs[jax.tree_util.keystr(path)])
-        ),
-        tree,
-    )
-
-
-def orthogonalize_bucket(x, bucket, operands, *, steps, preconditioning):
+def orthogonalize_bucket(
+    x, bucket, operands, *, steps, preconditioning, implementation
+):
     """The iteration on one bucket, as its plan says."""
     coefficients, traced_steps, eps = operands
     return orthogonalize_batch(
@@ -203,23 +208,8 @@ def orthogonalize_bucket(x, bucket, operands, *, steps, preconditioning):
         compute_dtype=bucket.compute_dtype,
         eps=eps,
         preconditioning=preconditioning,
+        implementation=implementation,
     )
-
-
-def orthogonalize_tree(fn: Any, tree: Any, found: Found, operands: Any) -> Any:
-    """Applies ``fn`` on owners to each leaf of ``tree``, given in the plan's specs."""
-    paths, arrays = flatten(tree)
-    order = {path: i for i, path in enumerate(paths)}
-    inputs = [
-        arrays[order[item.leaf.path]].astype(item.layout.dtype)
-        for item in found.plan.layouts
-    ]
-    results = map_owners(fn, inputs, found.plan, found.mesh, operands)
-    placed = {
-        item.leaf.path: result
-        for item, result in zip(found.plan.layouts, results, strict=True)
-    }
-    return jax.tree.structure(tree).unflatten([placed[path] for path in paths])
 
 
 def scale_by_dual_norm(x: jax.Array, y: jax.Array) -> jax.Array:
