@@ -17,6 +17,7 @@ from dmuon_jax.demo.contenders import LABELS, contenders
 from dmuon_jax.demo.model import ModelConfig, muon_dimension_numbers
 
 NUM_DEVICES = 8
+CHECKPOINTS = "demo_checkpoints"
 SIZES = {
     "small": ModelConfig(),
     # For a quick look, and for tests: the same shapes of leaves, nothing learnt.
@@ -142,7 +143,7 @@ def demo(arguments: argparse.Namespace) -> None:
     corpus = text.load_corpus(arguments.data, settings.model.length + 1)
     print(f"Text: {corpus.name}, {corpus.num_bytes / 1e6:.1f} MB.")
     identity = {**dataclasses.asdict(settings), "text": corpus.digest}
-    store = Store(arguments.out / "demo_checkpoints", arguments.save_every, identity)
+    store = Store(arguments.out / CHECKPOINTS, arguments.save_every, identity)
     found = find_checkpoints(store, arguments)
     make_folder(arguments.out)
     problem = train.make_problem(settings, corpus, mesh)
@@ -191,9 +192,8 @@ def show(
     plot, record = arguments.out / "demo.png", arguments.out / "demo.json"
     report.plot(plot, runs, plan)
     report.write_record(record, rows, runs)
-    print(
-        f"Plot: {plot}   Record: {record}   Checkpoints: {arguments.out}/demo_checkpoints"
-    )
+    checkpoints = arguments.out / CHECKPOINTS
+    print(f"Plot: {plot}   Record: {record}   Checkpoints: {checkpoints}")
 
 
 def main(argv: list[str] | None = None) -> int:
