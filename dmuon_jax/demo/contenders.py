@@ -19,8 +19,10 @@ MUON_ARGUMENTS = dict(
     consistent_rms=0.2,
     muon_weight_dimension_numbers=muon_dimension_numbers,
 )
+# The best of 1e-3, 2e-3, 4e-3 and 8e-3 for each, by held-out loss after 40 steps with
+# seed 1: AdamW 2.814, 2.789, 3.050, 3.116; Muon 2.764, 2.706, 2.682, 2.709.
 ADAMW_RATE = 2e-3
-MUON_RATE = 2e-3
+MUON_RATE = 4e-3
 
 
 @dataclasses.dataclass(frozen=True)
