@@ -97,7 +97,8 @@ class HiddenMatrices:
             self.readings(),
         )
         return {
-            path: overridden[path] or decide(leaf, tree) for path, leaf in leaves.items()
+            path: overridden[path] or decide(leaf, tree)
+            for path, leaf in leaves.items()
         }
 
     def override(self, leaf: Named) -> Decision | None:
@@ -166,7 +167,9 @@ def decide(leaf: Named, tree: Subtrees) -> Decision:
         where = "/".join(leaf.names[:depth]) or "the whole tree"
         if len(answers) == 1:
             break
-    texts = " or ".join(answers.values()) or "no reading fits it and what lies beside it"
+    texts = (
+        " or ".join(answers.values()) or "no reading fits it and what lies beside it"
+    )
     if len(answers) != 1 or UNNAMED in answers:
         at = f", seen in {where}" if where else ""
         return Decision(None, leaf.role, f"shape {leaf.shape}: {texts}{at}", False)

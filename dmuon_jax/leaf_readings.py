@@ -183,8 +183,9 @@ def dimensions(
     if len(reduction) == len(output) == 1 and fans[0] == fans[1]:
         # A square matrix gives the same update either way.
         reduction, output = sorted([reduction, output])
-    dims = MuonDimensionNumbers(one_or_all(reduction), one_or_all(output))
-    return dims, f"reduction {reduction}, output {output}"
+    batch = [axis for axis in range(len(shape)) if axis not in reduction + output]
+    text = f"reduction {reduction}, output {output}, batch {batch}"
+    return MuonDimensionNumbers(one_or_all(reduction), one_or_all(output)), text
 
 
 def one_or_all(axes: list[int]) -> int | tuple[int, ...]:

@@ -81,8 +81,9 @@ def path_names(path: Sequence[Any]) -> tuple[str, ...]:
     names: list[str] = []
     for index, key in enumerate(path):
         match key:
-            case jax.tree_util.DictKey(key=name) | jax.tree_util.FlattenedIndexKey(
-                key=name
+            case (
+                jax.tree_util.DictKey(key=name)
+                | jax.tree_util.FlattenedIndexKey(key=name)
             ):
                 names.extend(flat_name(name))
             case jax.tree_util.SequenceKey(idx=position):
@@ -163,7 +164,7 @@ def is_expert(around: Sequence[str]) -> bool:
 
 def role_of_gate(around: Sequence[str], neighbours: frozenset[str]) -> Role:
     """A gate beside up and down is half of an MLP, one beside experts is a router."""
-    if is_expert([*around, *neighbours]):
+    if any(is_expert([name]) for name in (*around, *neighbours)):
         return Role("router", LINEAR)
     return Role("matrix", LINEAR) if neighbours & MLP_NEIGHBOURS else Role("unknown")
 

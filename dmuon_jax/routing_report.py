@@ -129,7 +129,9 @@ def routing_report(
         leaf, decision = leaves[path], decisions[path]
         route, matrices, flags = judge(leaf, dim, decision, is_own)
         if dim is not None and is_stack_of_vectors(leaf, modules[leaf.names[:-1]]):
-            flags.append(f"{len(leaf.shape)}-D leaf on Muon looks like a stack of biases")
+            flags.append(
+                f"{len(leaf.shape)}-D leaf on Muon looks like a stack of biases"
+            )
         rows.append(
             RoutingRow(
                 path=path,
@@ -170,7 +172,9 @@ def judge(
     if 1 in (fan_in, fan_out):
         flags.append("matrices with one row or column")
     if decision.dims is not None and not is_own:
-        other = normalize_axes(len(leaf.shape), *decision.dims, path=".".join(leaf.names))
+        other = normalize_axes(
+            len(leaf.shape), *decision.dims, path=".".join(leaf.names)
+        )
         if differ(axes, other, is_square=fan_in == fan_out):
             flags.append(
                 f"reduction {axes[0]} and output {axes[1]}, where names and shapes fit only "
@@ -203,4 +207,4 @@ def sharding_text(x: Any, path: str, given: Mapping[str, Any]) -> str:
     seen = see_one(x, path, given)
     if seen.spec is None:
         return "hidden"
-    return "one device" if seen.mesh is None else str(partition_spec(seen.spec))
+    return "one device" if seen.mesh is None else f"P{tuple(partition_spec(seen.spec))}"
