@@ -42,6 +42,7 @@ def dmuon(
     method: Method | None = None,
     implementation: str | None = None,
     owner_axes: tuple[str, ...] | None = None,
+    max_wave_bytes: int | None = None,
 ) -> optax.GradientTransformation:
     """Muon whose Newton-Schulz iterations run once, each matrix on its owner device.
 
@@ -81,9 +82,10 @@ def dmuon(
       adam_weight_decay: weight decay of the Adam half.
       adam_learning_rate: learning rate of the Adam half; None: ``learning_rate``.
       muon_weight_dimension_numbers: which leaves go to Muon and which axes are reduction
-        and output: a ``MuonDimensionNumbers``, a tree of them (None sends a leaf to Adam),
-        a prefix of such a tree, or a callable from parameters to it. None: all leaves with
-        two dimensions. Axes not named are batch axes.
+        and output: a ``MuonDimensionNumbers``, or a ``Split`` for fused weights; a tree of
+        them (None sends a leaf to Adam), a prefix of such a tree, or a callable from
+        parameters to it, such as ``hidden_matrices``. None: all leaves with two
+        dimensions. Axes not named are batch axes.
       consistent_rms: c: scale updates by ``c * sqrt(max(fan_in, fan_out))``
         (arXiv 2502.16982; 0.2 matches AdamW). None: ``sqrt(max(1, fan_out / fan_in))``.
       plan: a ``Plan`` from ``plan_owners``. None: made at ``init``.
@@ -98,6 +100,9 @@ def dmuon(
       implementation: "xla", "pallas", or None for the fastest that runs here.
       owner_axes: mesh axes over which owners are spread; along the others the iteration is
         repeated. None: all.
+      max_wave_bytes: limit on the whole matrices (in float32) that a device holds at a
+        time; leaves are then worked through in waves, two at most under way. None: no
+        limit.
 
     Returns:
       The ``GradientTransformation``.
@@ -132,6 +137,7 @@ def dmuon(
             method=method,
             implementation=implementation,
             owner_axes=owner_axes,
+            max_wave_bytes=max_wave_bytes,
         ),
         scale_by_matrix_shape(router.dimensions, consistent_rms),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),

@@ -40,6 +40,7 @@ def scale_by_dmuon(
     method: Method | None = None,
     implementation: str | None = None,
     owner_axes: tuple[str, ...] | None = None,
+    max_wave_bytes: int | None = None,
 ) -> optax.GradientTransformation:
     """Momentum replaced by nearly its orthogonal polar factor, computed on owners.
 
@@ -65,6 +66,7 @@ def scale_by_dmuon(
       method: see ``dmuon``.
       implementation: see ``dmuon``.
       owner_axes: see ``dmuon``.
+      max_wave_bytes: see ``dmuon``.
 
     Returns:
       A ``GradientTransformation`` whose state is ``optax.contrib.MuonState``.
@@ -81,6 +83,7 @@ def scale_by_dmuon(
         method=method,
         implementation=implementation,
         owner_axes=owner_axes,
+        max_wave_bytes=max_wave_bytes,
     )
     check_arguments(ns_steps, beta, eps, preconditioning)
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import routing_trees
+from tests import routing_trees
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
