@@ -149,6 +149,30 @@ def test_custom_kernels_are_told_or_named():
     assert (told.total, told.unknown_kernels) == (130.0, ())
 
 
+@pytest.mark.parametrize(
+    "name, operands, result, flops",
+    [
+        # Three of four tiles; six of nine; all but the diagonal's halves.
+        ("gram", ("s32[3,2]", "f16[5,64,96]", "f16[5,64,96]"), 64, 0.75 * 5 * 64**2 * 96),
+        ("symmetric_matmul", ("s32[6,2]", "f16[5,48,48]"), 48, 6 / 9 * 5 * 48**3),
+        ("gram", ("f16[5,64,96]",), 64, 0.5 * 5 * 64**2 * 96),
+        ("polynomial_kernel", ("f32[4,3]", "f16[5,64,64]"), 64, 4 * 4 * 5 * 64**3),
+        ("direct_kernel", ("f32[4,3]", "f16[5,64,64]"), 64, 4 * 3 * 5 * 64**3),
+    ],
+)
+def test_own_kernels(name, operands, result, flops):
+    lines = [f"%p{i} = {type_} parameter({i})" for i, type_ in enumerate(operands)]
+    names = ", ".join(f"%p{i}" for i in range(len(operands)))
+    lines.append(
+        f"ROOT %k = f16[5,{result},{result}] custom-call({names}), "
+        'custom_call_target="mosaic_gpu_v2", '
+        f'metadata={{op_name="jit(f)/jit(_product)/{name}/mpmd_map"}}'
+    )
+    found = dot_flops(module(lines))
+    assert found.total == pytest.approx(2 * flops)
+    assert found.unknown_kernels == ()
+
+
 def test_library_matmuls_without_dimension_numbers():
     lines = (
         "%x = f32[3,64,32] constant({...})",

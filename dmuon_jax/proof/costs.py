@@ -22,7 +22,12 @@ def matmul_operands(
     """Operands of the widest matmul in an operation."""
     found = [Operands(0)]
     if item.opcode in ("dot", "convolution", "custom-call"):
-        bits = item_bits(leaves(where.operand_type(item, 0))[0].dtype)
+        shapes = [
+            shape
+            for index in range(len(item.operands))
+            for shape in leaves(where.operand_type(item, index))
+        ]
+        bits = item_bits(max(shapes, key=lambda shape: shape.size).dtype)
         precise = "highest" in item.attributes.get("operand_precision", "")
         found.append(Operands(bits // 8, precise))
     for name in item.all_called:
