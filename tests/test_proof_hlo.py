@@ -141,7 +141,7 @@ def test_custom_kernels_are_told_or_named():
         "%s = bf16[64,64] custom-call(%x), custom_call_target="
         '"tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":'
         '{"flops":"123","transcendentals":"0"}}}',
-        "ROOT %h = bf16[64,64] custom-call(%x), custom_call_target=\"Sharding\"",
+        'ROOT %h = bf16[64,64] custom-call(%x), custom_call_target="Sharding"',
     )
     found = dot_flops(module(lines))
     assert (found.total, found.unknown_kernels) == (123.0, ("k",))
@@ -153,7 +153,12 @@ def test_custom_kernels_are_told_or_named():
     "name, operands, result, flops",
     [
         # Three of four tiles; six of nine; all but the diagonal's halves.
-        ("gram", ("s32[3,2]", "f16[5,64,96]", "f16[5,64,96]"), 64, 0.75 * 5 * 64**2 * 96),
+        (
+            "gram",
+            ("s32[3,2]", "f16[5,64,96]", "f16[5,64,96]"),
+            64,
+            0.75 * 5 * 64**2 * 96,
+        ),
         ("symmetric_matmul", ("s32[6,2]", "f16[5,48,48]"), 48, 6 / 9 * 5 * 48**3),
         ("gram", ("f16[5,64,96]",), 64, 0.5 * 5 * 64**2 * 96),
         ("polynomial_kernel", ("f32[4,3]", "f16[5,64,64]"), 64, 4 * 4 * 5 * 64**3),

@@ -17,7 +17,8 @@ from dmuon_jax.proof.models import (
     model_named,
     parameter_shapes,
 )
-from dmuon_jax.proof.simulate import Cluster, compile_step, simulate
+from dmuon_jax.proof.simulate import simulate
+from dmuon_jax.proof.steps import Cluster, compile_step
 from dmuon_jax.proof.topology import GPU_TARGETS, compile_devices, gpu_config, tpu_grid
 
 LAYERS, WIDTH, WIDE, VOCABULARY, TOKENS = 3, 64, 128, 256, 16

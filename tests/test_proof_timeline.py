@@ -65,7 +65,9 @@ def test_overlap_by_hand():
 
 
 def test_the_communication_stream_is_one_lane():
-    gather = "((bf16[2]), bf16[8]) all-gather-start(%p), replica_groups={}, dimensions={0}"
+    gather = (
+        "((bf16[2]), bf16[8]) all-gather-start(%p), replica_groups={}, dimensions={0}"
+    )
     timeline = run(
         entry(
             "%p = bf16[2] parameter(0)",
@@ -89,7 +91,9 @@ def test_synchronous_collectives_hide_nothing(config):
             "%x = bf16[8,8] parameter(0)",
             f"%s = bf16[8,8] all-reduce{start}(%x), replica_groups={{}}{config}",
             f"%d = bf16[8,8] {DOT}",
-            "ROOT %r = bf16[8,8] all-reduce-done(%s)" if config else "ROOT %r = () tuple()",
+            "ROOT %r = bf16[8,8] all-reduce-done(%s)"
+            if config
+            else "ROOT %r = () tuple()",
         )
     )
     reduce_us = 100 + 2 * 128 * 3 / 4

@@ -104,7 +104,8 @@ def kind_of(opcode: str) -> str | None:
 def buffer_bytes(computation: Computation, item: Instruction) -> int:
     """The larger of input and result, whatever the type of a start looks like."""
     read = sum(
-        total_bytes(computation.operand_type(item, i)) for i in range(len(item.operands))
+        total_bytes(computation.operand_type(item, i))
+        for i in range(len(item.operands))
     )
     if not item.opcode.endswith("-start"):
         return max(read, total_bytes(item.type))
@@ -192,12 +193,12 @@ def places(module: Module, place: Place) -> Iterator[Place]:
             continue
         for name in item.all_called:
             computation = module.computations[name]
-            yield from places(module, dataclasses.replace(inner, computation=computation))
+            yield from places(
+                module, dataclasses.replace(inner, computation=computation)
+            )
 
 
-def described(
-    module: Module, place: Place, launched: Issued
-) -> Iterator[Collective]:
+def described(module: Module, place: Place, launched: Issued) -> Iterator[Collective]:
     """The collectives of one start."""
     for where, item in launched.collectives:
         groups = groups_of(item, module.num_devices)

@@ -16,9 +16,7 @@ class Operands(NamedTuple):
     precise: bool = False
 
 
-def matmul_operands(
-    module: Module, where: Computation, item: Instruction
-) -> Operands:
+def matmul_operands(module: Module, where: Computation, item: Instruction) -> Operands:
     """Operands of the widest matmul in an operation."""
     found = [Operands(0)]
     if item.opcode in ("dot", "convolution", "custom-call"):

@@ -255,7 +255,9 @@ def conditionals(counter: Counter, name: str, times: int) -> list[Conditional]:
             if any(branches):
                 found.append(Conditional(item.name, item.op_name, times, branches))
         elif item.opcode in ("while", "call", "async-start"):
-            trips = trip_count(counter.module, where, item) if item.opcode == "while" else 1
+            trips = (
+                trip_count(counter.module, where, item) if item.opcode == "while" else 1
+            )
             for called in item.all_called:
                 found += conditionals(counter, called, times * (trips or 1))
     return found
