@@ -62,6 +62,9 @@ def test_overlap_by_hand():
     assert timeline.step_us == pytest.approx(exchange_us + DOT_US)
     assert timeline.total_us("compute") == pytest.approx(2 * DOT_US)
     assert timeline.total_us("communication") == pytest.approx(exchange_us)
+    share = (exchange_us - DOT_US) / exchange_us
+    assert timeline.exposed_share() == pytest.approx(share)
+    assert timeline.exposed_share("elsewhere") == 0
 
 
 def test_the_communication_stream_is_one_lane():

@@ -119,6 +119,21 @@ class Timeline:
         """Time compute waits for communication."""
         return sum(event.exposed_us * event.times for event in self.events)
 
+    def exposed_share(self, part: str = "") -> float:
+        """Share of the time of collectives whose ``op_name`` holds `part` that is exposed.
+
+        Zero where there are none. A collective that waits for its turn behind another
+        may be exposed for longer than it lasts.
+        """
+        chosen = [
+            event
+            for event in self.events
+            if event.lane == "communication" and part in event.op_name
+        ]
+        total_us = sum(event.duration_us * event.times for event in chosen)
+        exposed_us = sum(event.exposed_us * event.times for event in chosen)
+        return exposed_us / total_us if total_us else 0.0
+
 
 @dataclasses.dataclass
 class Pending:
