@@ -159,7 +159,7 @@ def cuda_plugin():
 @pytest.mark.cuda_compile
 @pytest.mark.parametrize("devices", [8, 64])
 def test_exchange_is_hidden_on_gpus(cuda_plugin, devices):
-    """Start and done around other work; at most one synchronous all-to-all."""
+    """One synchronous all-to-all at most; what is exposed is a hundredth of the step."""
     model = model_named("qwen2.5-1.5b")
     found = simulate(model, {"fsdp": devices}, "h200", optimizers=("dmuon",))
     ours = found.runs[0].audit
@@ -167,4 +167,10 @@ def test_exchange_is_hidden_on_gpus(cuda_plugin, devices):
     assert exchange and sum(not item.asynchronous for item in exchange) <= 1
     assert not any(item.in_loop for item in exchange)
     assert ours.flops.unknown_kernels == ()
-    assert ours.timeline.exposed_share("shard_map/all_to_all") <= 0.1
+    share = ours.timeline.exposed_share("shard_map/all_to_all")
+    total_us = sum(
+        event.duration_us
+        for event in ours.timeline.events
+        if "shard_map/all_to_all" in event.op_name
+    )
+    assert share * total_us <= 0.01 * ours.step_us
