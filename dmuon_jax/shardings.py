@@ -185,12 +185,13 @@ def zero_spec(shape: Sequence[int], batch_axes: Sequence[int], mesh: MeshShape) 
     A batch dimension first (its parcels are then whole), then the longest dimension; if
     none divides by all devices, axis by axis.
     """
+    names = tuple(name for name in mesh.names if mesh.size((name,)) > 1)
     dims = sorted(range(len(shape)), key=lambda d: (d not in batch_axes, -shape[d]))
     for dim in dims:
         if shape[dim] % mesh.num_devices == 0:
-            return tuple(mesh.names if d == dim else () for d in range(len(shape)))
+            return tuple(names if d == dim else () for d in range(len(shape)))
     cut: list[Axes] = [() for _ in shape]
-    for name in mesh.names:
+    for name in names:
         for dim in dims:
             if shape[dim] % mesh.size((*cut[dim], name)) == 0:
                 cut[dim] = (*cut[dim], name)

@@ -1,4 +1,4 @@
-"""The demo end to end at its tiny size: training, resuming, what it writes, refusals."""
+"""The demo at its tiny size: training, resuming, what it writes, what it refuses."""
 
 import contextlib
 import io
@@ -68,9 +68,7 @@ def test_dmuon_trains_like_optax_muon(finished):
     out, printed = finished
     losses = record(out)["losses"]
     assert [len(losses[label]) for label in LABELS] == [STEPS] * 3
-    np.testing.assert_allclose(
-        losses["dmuon"], losses["optax.contrib.muon"], rtol=1e-4
-    )
+    np.testing.assert_allclose(losses["dmuon"], losses["optax.contrib.muon"], rtol=1e-4)
     assert "differ by at most" in printed
     # All start from the same weights; AdamW then goes its own way.
     assert losses["AdamW"][0] == losses["dmuon"][0]
@@ -123,8 +121,8 @@ def test_checkpoints_are_refused_by_other_runs(finished, data, tmp_path):
 
 def test_damaged_checkpoint_is_refused(finished, data, tmp_path):
     out, _ = finished
-    checkpoint = out / "checkpoints" / "AdamW" / str(STEPS)
-    broken = tmp_path / "checkpoints" / "AdamW" / str(STEPS)
+    checkpoint = out / "demo_checkpoints" / "AdamW" / str(STEPS)
+    broken = tmp_path / "demo_checkpoints" / "AdamW" / str(STEPS)
     for file in checkpoint.rglob("*"):
         target = broken / file.relative_to(checkpoint)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +154,7 @@ def test_unusable_input_is_refused(data, tmp_path):
     assert_refused("got 0 (in", "--data", binary, *out)
     assert_refused("multiple of the 8 devices", "--data", data, "--batch", 9, *out)
     assert_refused("--seed must be", "--data", data, "--seed", -1, *out)
-    assert_refused("--out must name a folder", "--data", data, "--out", data)
+    assert_refused("--out must name a folder", "--data", data, "--out", data / "in")
     assert_refused("got none", "--data", data, "--resume", *out)
     assert not (tmp_path / "out").exists()
 

@@ -17,6 +17,7 @@ from dmuon_jax.demo.contenders import LABELS, contenders
 from dmuon_jax.demo.model import ModelConfig, muon_dimension_numbers
 
 NUM_DEVICES = 8
+CHECKPOINTS = "demo_checkpoints"
 SIZES = {
     "small": ModelConfig(),
     # For a quick look, and for tests: the same shapes of leaves, nothing learnt.
@@ -40,21 +41,43 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         f"from one seed on {NUM_DEVICES} virtual CPU devices, and compares them.",
     )
     add = parser.add_argument
-    add("--data", type=pathlib.Path, metavar="FILE|DIR",
-        help="text to train on (default: the .py files of this Python's library)")
+    add(
+        "--data",
+        type=pathlib.Path,
+        metavar="FILE|DIR",
+        help="text to train on (default: the .py files of this Python's library)",
+    )
     add("--steps", type=positive, default=50, help="steps of each run (default: 50)")
     add("--batch", type=positive, default=8, help="sequences per step (default: 8)")
     add("--seed", type=int, default=0, help="weights and batches (default: 0)")
     add("--size", choices=sorted(SIZES), default="small", help="size of the model")
-    add("--method", choices=("direct", "gram"),
-        help="dmuon's Newton-Schulz form (default: it chooses by shape)")
-    add("--out", type=pathlib.Path, default=pathlib.Path("demo_out"), metavar="DIR",
-        help="folder for checkpoints, plot and record (default: demo_out)")
-    add("--save-every", type=positive, default=25, metavar="N",
-        help="steps between checkpoints (default: 25); the last step has one anyway")
+    add(
+        "--method",
+        choices=("direct", "gram"),
+        help="dmuon's Newton-Schulz form (default: it chooses by shape)",
+    )
+    add(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("demo_out"),
+        metavar="DIR",
+        help="folder for checkpoints, plot and record (default: demo_out)",
+    )
+    add(
+        "--save-every",
+        type=positive,
+        default=25,
+        metavar="N",
+        help="steps between checkpoints (default: 25); the last step has one anyway",
+    )
     add("--resume", action="store_true", help="continue the checkpoints in --out")
-    add("--repeats", type=positive, default=5, metavar="N",
-        help="timed updates of each optimizer (default: 5)")
+    add(
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="timed updates of each optimizer (default: 5)",
+    )
     return parser.parse_args(argv)
 
 
@@ -77,16 +100,22 @@ def check(arguments: argparse.Namespace, mesh: Mesh) -> None:
         )
     if arguments.seed < 0:
         raise text.InputError(f"--seed must be at least 0, got {arguments.seed}.")
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise text.InputError(f"--out must name a folder, got {arguments.out}.")
 
 
-def find_checkpoints(
-    store: Store, arguments: argparse.Namespace
-) -> dict[str, int]:
+def make_folder(path: pathlib.Path) -> None:
+    """Makes the folder for what the demo writes."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise text.InputError(
+            f"--out must name a folder that can be made, got {path} ({error.strerror})."
+        ) from error
+
+
+def find_checkpoints(store: Store, arguments: argparse.Namespace) -> dict[str, int]:
     """Steps done in each checkpoint to continue; deletes those not to be continued."""
     if not arguments.resume:
-        if store.clear():
+        if any([store.clear(label) for label in LABELS]):
             print(f"Starting anew: the checkpoints in {store.folder} are deleted.")
         return {}
     steps = {label: store.find(label) for label in LABELS}
@@ -114,14 +143,15 @@ def demo(arguments: argparse.Namespace) -> None:
     corpus = text.load_corpus(arguments.data, settings.model.length + 1)
     print(f"Text: {corpus.name}, {corpus.num_bytes / 1e6:.1f} MB.")
     identity = {**dataclasses.asdict(settings), "text": corpus.digest}
-    store = Store(arguments.out / "checkpoints", arguments.save_every, identity)
+    store = Store(arguments.out / CHECKPOINTS, arguments.save_every, identity)
     found = find_checkpoints(store, arguments)
+    make_folder(arguments.out)
     problem = train.make_problem(settings, corpus, mesh)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(problem.params))
     print(
-        f"Model: byte-level GPT with {num_parameters / 1e6:.2f} M parameters, FSDP over "
-        f"{mesh.size} virtual CPU devices; {arguments.batch} x {settings.model.length} "
-        f"bytes a step."
+        f"Model: byte-level GPT with {num_parameters / 1e6:.2f} M parameters, FSDP "
+        f"over {mesh.size} virtual CPU devices; {arguments.batch} x "
+        f"{settings.model.length} bytes a step."
     )
     plan = plan_owners(
         problem.params,
@@ -162,17 +192,21 @@ def show(
     plot, record = arguments.out / "demo.png", arguments.out / "demo.json"
     report.plot(plot, runs, plan)
     report.write_record(record, rows, runs)
-    print(f"Plot: {plot}   Record: {record}   Checkpoints: {arguments.out}/checkpoints")
+    checkpoints = arguments.out / CHECKPOINTS
+    print(f"Plot: {plot}   Record: {record}   Checkpoints: {checkpoints}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point: 0 when all went well, 2 for input that cannot be used."""
+    """Entry point: 0 when all went well, 2 for unusable input, 130 when stopped."""
     arguments = parse(argv)
     try:
         demo(arguments)
     except text.InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nStopped; --resume continues from the checkpoints.", file=sys.stderr)
+        return 130
     return 0
 
 

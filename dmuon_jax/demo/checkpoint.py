@@ -44,11 +44,11 @@ class Store:
             self._check(self._read(label, step, identity=ocp.args.JsonRestore()))
         return step
 
-    def clear(self) -> bool:
-        """Deletes every checkpoint; says whether there was any."""
-        existed = self.folder.is_dir()
+    def clear(self, label: str) -> bool:
+        """Deletes a contender's checkpoints; says whether there were any."""
+        existed = self._path(label).is_dir()
         if existed:
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self._path(label))
         return existed
 
     def save(self, label: str, step: int, arrays: Any, curves: dict[str, Any]) -> None:

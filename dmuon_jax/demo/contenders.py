@@ -12,15 +12,17 @@ LABELS = ("AdamW", "optax.contrib.muon", "dmuon")
 WARMUP_STEPS = 10
 WEIGHT_DECAY = 0.1
 # consistent_rms gives Muon's updates about AdamW's size
-# (https://arxiv.org/abs/2502.16982), so that one rate serves Muon's matrices and the Adam
-# that updates the rest.
+# (https://arxiv.org/abs/2502.16982), so that one rate serves Muon's matrices and the
+# Adam that updates the rest.
 MUON_ARGUMENTS = dict(
     weight_decay=WEIGHT_DECAY,
     consistent_rms=0.2,
     muon_weight_dimension_numbers=muon_dimension_numbers,
 )
+# The best of 1e-3, 2e-3, 4e-3 and 8e-3 for each, by held-out loss after 40 steps with
+# seed 1: AdamW 2.814, 2.789, 3.050, 3.116; Muon 2.764, 2.706, 2.682, 2.709.
 ADAMW_RATE = 2e-3
-MUON_RATE = 2e-3
+MUON_RATE = 4e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +46,7 @@ class Contender:
         for more steps continues the one that stopped.
         """
         peak = self.peak_rate
-        return self.make(
-            optax.linear_schedule(peak / WARMUP_STEPS, peak, WARMUP_STEPS)
-        )
+        return self.make(optax.linear_schedule(peak / WARMUP_STEPS, peak, WARMUP_STEPS))
 
 
 def contenders(plan: Plan) -> tuple[Contender, ...]:

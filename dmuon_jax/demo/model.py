@@ -86,9 +86,7 @@ class Gpt(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.embed = nnx.Embed(NUM_BYTES, config.width, rngs=rngs)
         self.position = nnx.Embed(config.length, config.width, rngs=rngs)
-        self.blocks = nnx.List(
-            [Block(config, rngs) for _ in range(config.num_layers)]
-        )
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.unembed = nnx.Linear(config.width, NUM_BYTES, use_bias=False, rngs=rngs)
 

@@ -32,7 +32,7 @@ class Row:
       collectives: Collectives that one compiled update runs.
       collective_bytes: Bytes of their buffers.
       momentum_bytes: Bytes of the optimizer's moments.
-      tokens_per_s: While training, this session.
+      tokens_per_s: While training, this session; None without a step.
     """
 
     label: str
@@ -43,7 +43,7 @@ class Row:
     collectives: int
     collective_bytes: int
     momentum_bytes: int
-    tokens_per_s: float
+    tokens_per_s: float | None
 
 
 class ProgressBar:
@@ -143,7 +143,7 @@ def format_table(rows: list[Row]) -> str:
             str(row.collectives),
             f"{row.collective_bytes / MIB:.2f}",
             f"{row.momentum_bytes / MIB:.2f}",
-            f"{row.tokens_per_s:.0f}",
+            "-" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
         )
         for row in rows
     ]

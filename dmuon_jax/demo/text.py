@@ -42,8 +42,8 @@ class Corpus:
 def load_corpus(path: pathlib.Path | None, window: int) -> Corpus:
     """Reads a file, the files of a folder, or the standard library's ``.py`` files.
 
-    The text is cut into 100 equal blocks and every tenth is held out, so that both parts
-    come from everywhere in it.
+    The text is cut into 100 equal blocks and every tenth is held out, so that both
+    parts come from everywhere in it.
 
     Args:
       path: A file or a folder; ``None`` is the standard library of this Python.

@@ -84,7 +84,7 @@ class Run:
       state: Optimizer state now.
       losses: Training loss of every step, before its update.
       held_out: ``(steps done, loss)`` of every evaluation.
-      tokens_per_s: Of this session's steps; NaN before the first.
+      tokens_per_s: Of this session's steps; None before the first.
     """
 
     contender: Contender
@@ -93,11 +93,11 @@ class Run:
     state: Any
     losses: list[float]
     held_out: list[tuple[int, float]]
-    tokens_per_s: float = float("nan")
+    tokens_per_s: float | None = None
 
 
 def make_problem(settings: Settings, corpus: text.Corpus, mesh: Mesh) -> Problem:
-    """Draws the initial weights and compiles the gradients that all contenders share."""
+    """Draws the initial weights and compiles the gradients that all share."""
     graph, variables = nnx.split(Gpt(settings.model, nnx.Rngs(settings.seed)))
     params = nnx.to_pure_dict(variables)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -153,9 +153,11 @@ def start(problem: Problem, contender: Contender) -> Run:
     replicated = NamedSharding(problem.mesh, PartitionSpec())
     # optax makes counters and coefficients on one device; they belong on the mesh.
     state = jax.tree.map(
-        lambda leaf: leaf
-        if leaf.sharding.device_set == replicated.device_set
-        else jax.device_put(leaf, replicated),
+        lambda leaf: (
+            leaf
+            if leaf.sharding.device_set == replicated.device_set
+            else jax.device_put(leaf, replicated)
+        ),
         tx.init(params),
     )
 

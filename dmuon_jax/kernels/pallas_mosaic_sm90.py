@@ -58,28 +58,26 @@ def _kernel(
     """Every tile this program is to compute; *valid*, *coefficients*, *c* may be None."""
     num_groups = config.num_warps // 4
     group_rows = config.rows // num_groups
-    batch, size, depth = a.shape
+    shape = (group_rows, config.columns)
+    batch, _, depth = a.shape
     num_steps = depth // config.depth
+    tile_buffer = functools.partial(plgpu.SMEM, dtype=d.dtype, transforms=_TRANSFORMS)
     scratch = {
         "slices": _pipeline(
             _ignore, _ignore, config, is_gram, num_steps
         ).get_allocations(a.at[0], b.at[0]),
-        "tiles": plgpu.SMEM(
-            (num_groups, group_rows, config.columns), d.dtype, transforms=_TRANSFORMS
-        ),
-        "mirrors": plgpu.SMEM(
-            (num_groups, config.columns, group_rows), d.dtype, transforms=_TRANSFORMS
-        ),
+        "tiles": tile_buffer((num_groups, *shape)),
     }
+    is_shared = group_rows == config.columns
+    if not is_shared:
+        scratch["mirrors"] = tile_buffer((num_groups, *shape[::-1]))
     if c is not None:
-        scratch["addends"] = plgpu.SMEM(
-            (num_groups, group_rows, config.columns), d.dtype, transforms=_TRANSFORMS
-        )
         scratch["arrived"] = plgpu.Barrier(num_barriers=num_groups)
 
     @functools.partial(pl.run_scoped, **scratch, collective_axes="warpgroup")
-    def _(slices, tiles, mirrors, addends=None, arrived=None):
+    def _(slices, tiles, mirrors=None, arrived=None):
         group = jax.lax.axis_index("warpgroup")
+        mirror = (tiles if is_shared else mirrors).at[group]
 
         @plgpu.nd_loop((batch, order.shape[0]), collective_axes="multiprocessor")
         def _(loop):
@@ -92,20 +90,22 @@ def _kernel(
             def store(tile):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 tiles[group] = tile
-                mirrors.at[group].T[...] = tile
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(tiles.at[group], d.at[slot, own, columns])
 
                 @pl.when(j < config.ratio * i)
                 def _():
-                    plgpu.copy_smem_to_gmem(mirrors.at[group], d.at[slot, columns, own])
+                    if is_shared:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    mirror.T[...] = tile
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(mirror, d.at[slot, columns, own])
 
             def epilogue(total):
-                shape = (group_rows, config.columns)
                 total = total * coefficients[0]
                 if c is not None:
                     plgpu.barrier_wait(arrived.at[group])
-                    total += coefficients[1] * addends[group].astype(jnp.float32)
+                    total += coefficients[1] * tiles[group].astype(jnp.float32)
                 iota = functools.partial(
                     plgpu.broadcasted_iota, jnp.int32, shape, layout=plgpu.Layout.WGMMA
                 )
@@ -115,14 +115,12 @@ def _kernel(
 
             def context(run_pipeline):
                 if c is not None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.copy_gmem_to_smem(
-                        c.at[slot, own, columns],
-                        addends.at[group],
-                        arrived.at[group],
+                        c.at[slot, own, columns], tiles.at[group], arrived.at[group]
                     )
-                accumulator = plgpu.ACC((group_rows, config.columns), jnp.float32)
 
-                @functools.partial(pl.run_scoped, sums=accumulator)
+                @functools.partial(pl.run_scoped, sums=plgpu.ACC(shape, jnp.float32))
                 def _(sums):
                     run_pipeline(sums)
                     total = sums[...]
@@ -149,7 +147,7 @@ def _kernel(
 
             @pl.when(jnp.logical_not(is_valid) & (group < num_groups))
             def _():
-                zeros = jnp.zeros((group_rows, config.columns), d.dtype)
+                zeros = jnp.zeros(shape, d.dtype)
                 store(plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
 
     plgpu.wait_smem_to_gmem(0)

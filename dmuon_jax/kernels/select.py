@@ -29,6 +29,7 @@ _TILES = {
     ),
     "pallas_mosaic_sm90": (
         TileConfig(128, 128, num_warps=8, num_stages=4),
+        TileConfig(256, 128, num_warps=8, num_stages=3),
         TileConfig(128, 64, num_warps=8, num_stages=5),
     ),
 }
