@@ -237,6 +237,25 @@ def test_generic_async_start_with_two_collectives():
     ]
 
 
+def test_reduce_scatter_as_a_fusion():
+    body = """%all-reduce-scatter.1 (p: f32[64]) -> f32[8] {
+  %p = f32[64] parameter(0)
+  %r = f32[64] all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add
+  %i = u32[] partition-id()
+  ROOT %s = f32[8] dynamic-slice(%r, %i), dynamic_slice_sizes={8}
+}"""
+    lines = (
+        "%p = f32[64] parameter(0)",
+        "ROOT %f = f32[8] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1",
+    )
+    (item,) = collectives(module(lines, body))
+    assert (item.kind, item.num_bytes, item.asynchronous) == (
+        "reduce-scatter",
+        256,
+        False,
+    )
+
+
 def test_start_types_do_not_change_bytes():
     """Versions type starts differently; bytes come from operands and the done."""
     for kind in ("f32[64]", "((f32[64]), f32[64])"):

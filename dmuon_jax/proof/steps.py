@@ -129,7 +129,8 @@ def dimension_numbers(params: Any) -> Any:
 def optimizer_named(name: str, shardings: Any, device: str) -> Any:
     """The transform called `name`: adamw, muon (optax's) or dmuon."""
     rate, decay = 3e-4, 0.1
-    half = jnp.float32 if device == "cpu" else jnp.float16
+    narrow = jnp.float16 if device in GPU_TARGETS else jnp.bfloat16
+    half = jnp.float32 if device == "cpu" else narrow
     if name == "adamw":
         return optax.adamw(rate, weight_decay=decay)
     if name == "muon":

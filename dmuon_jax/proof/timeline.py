@@ -23,7 +23,7 @@ from dmuon_jax.proof.collective import (
     buffer_bytes,
     groups_of,
     issued,
-    kind_of,
+    kind_in,
 )
 from dmuon_jax.proof.costs import Operands, collective_us, compute_us, matmul_operands
 from dmuon_jax.proof.flops import Counter
@@ -210,7 +210,7 @@ class Simulator:
 
     def issue(self, where: Computation, item: Instruction, key: str) -> None:
         """Put a collective on the communication stream; its done will name `key`."""
-        kind = kind_of(item.opcode)
+        kind = kind_in(where, item)
         groups = groups_of(item, self.module.num_devices)
         num_bytes = buffer_bytes(where, item)
         start_us = max(self.now_us, self.link_free_us)
