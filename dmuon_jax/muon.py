@@ -8,7 +8,7 @@ import optax
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
-from dmuon_jax.routing import leaf_dimensions, muon_labels
+from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
 from dmuon_jax.shardings import find_mesh, given_shardings, place_state, see
 from dmuon_jax.transform import by_path, check_number, scale_by_dmuon
@@ -112,13 +112,7 @@ def dmuon(
     check_number("adam_b2", adam_b2, low=0.0, below=1.0)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
-    rule = muon_weight_dimension_numbers
-
-    def dimensions(params):
-        # Inside `partition`, leaves of the other half are MaskedNodes without leaves.
-        treedef = jax.tree.structure(params)
-        return treedef.unflatten(leaf_dimensions(rule, params))
-
+    router = Router(muon_weight_dimension_numbers)
     matrices = optax.chain(
         scale_by_dmuon(
             ns_coeffs,
@@ -129,7 +123,7 @@ def dmuon(
             nesterov=nesterov,
             adaptive=adaptive,
             preconditioning=preconditioning,
-            weight_dimension_numbers=dimensions,
+            weight_dimension_numbers=router.dimensions,
             plan=plan,
             param_shardings=param_shardings,
             momentum_shardings=momentum_shardings,
@@ -139,7 +133,7 @@ def dmuon(
             implementation=implementation,
             owner_axes=owner_axes,
         ),
-        scale_by_matrix_shape(dimensions, consistent_rms),
+        scale_by_matrix_shape(router.dimensions, consistent_rms),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -154,9 +148,7 @@ def dmuon(
         nesterov=nesterov,
     )
     return on_mesh(
-        optax.partition(
-            {"muon": matrices, "adam": others}, lambda params: muon_labels(rule, params)
-        ),
+        optax.partition({"muon": matrices, "adam": others}, router.labels),
         param_shardings,
     )
 

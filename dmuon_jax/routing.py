@@ -46,11 +46,34 @@ def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
     return found
 
 
-def muon_labels(rule: Any, params: Any) -> Any:
-    """``"muon"`` or ``"adam"`` for each leaf of ``params``."""
-    treedef = jax.tree.structure(params)
-    dimensions = leaf_dimensions(rule, params)
-    return treedef.unflatten(["adam" if d is None else "muon" for d in dimensions])
+class Router:
+    """A rule decided on whole trees, for transforms that see parts of them.
+
+    Inside ``optax.partition`` the leaves of the other half are masked away; a rule that
+    looks at what lies beside a leaf could decide otherwise there. ``labels`` meets the
+    whole tree, at every ``init`` and ``update``, before ``dimensions`` meets a part of it.
+    """
+
+    def __init__(self, rule: Any):
+        self.rule = rule
+        self.decided: dict[str, DimensionNumbers] = {}
+
+    def labels(self, params: Any) -> Any:
+        """``"muon"`` or ``"adam"`` for each leaf of a whole tree."""
+        dims = leaf_dimensions(self.rule, params)
+        items = jax.tree_util.tree_leaves_with_path(params)
+        self.decided = {
+            jax.tree_util.keystr(path): dim
+            for (path, _), dim in zip(items, dims, strict=True)
+        }
+        labels = ["adam" if dim is None else "muon" for dim in dims]
+        return jax.tree.structure(params).unflatten(labels)
+
+    def dimensions(self, part: Any) -> Any:
+        """Dimension numbers of a part of the tree that ``labels`` met last."""
+        items = jax.tree_util.tree_leaves_with_path(part)
+        dims = [self.decided[jax.tree_util.keystr(path)] for path, _ in items]
+        return jax.tree.structure(part).unflatten(dims)
 
 
 def matrices_of(tree: Any, rule: Any) -> tuple[dict[str, Any], dict[str, Any]]:

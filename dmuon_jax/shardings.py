@@ -229,26 +229,26 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
     """Puts every array of ``state`` that is not on ``mesh`` there, replicated.
 
     A counter left on one device makes the second call of a jitted step compile again. So
-    does a spec that is written in another way than jit writes it: with an entry for each
-    dimension on Explicit axes; on Auto axes like an equal spec of the parameters, if there
-    is one, else without trailing None. Specs are rewritten accordingly.
+    does a spec that is spelled otherwise than jit spells its results: on Explicit axes
+    with an entry for each dimension; on Auto axes without trailing None, except where it
+    equals that of jit's first argument, whose spelling is kept. Specs of the state are
+    respelled accordingly; those of the parameters are the caller's.
 
     Works in several processes without communication; each must hold the same values.
 
     Args:
       state: an optimizer state (any tree).
       mesh: the mesh of the parameters.
-      params: the parameters, if at hand.
+      params: the parameters, if they are the first argument of the step.
 
     Returns:
       The same tree; no array that lies on the mesh already is moved.
     """
     explicit = AxisType.Explicit in mesh.axis_types
-    written: dict[tuple, PartitionSpec] = {}
-    for x in jax.tree.leaves(params):
+    kept: dict[Spec, PartitionSpec] = {}
+    for x in jax.tree.leaves(params)[:1]:
         if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
-            key = spec_of(x.sharding.spec, x.ndim, "params")
-            written.setdefault(key, x.sharding.spec)
+            kept[spec_of(x.sharding.spec, x.ndim, "params")] = x.sharding.spec
 
     def place(x):
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
@@ -257,7 +257,7 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
         key = spec_of(x.sharding.spec, x.ndim, "state") if here else ((),) * x.ndim
         spec = partition_spec(key, trim=not explicit)
         if not explicit:
-            spec = written.get(key, spec)
+            spec = kept.get(key, spec)
         kind = x.sharding.memory_kind if here else None
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
         if here:
