@@ -12,7 +12,7 @@ import pytest
 import kernel_cases as cases
 from dmuon_jax import kernels
 from dmuon_jax.kernels import pallas_triton, pallas_triton_small, xla
-from dmuon_jax.kernels.select import _TILES
+from dmuon_jax.kernels.select import TILES
 from dmuon_jax.kernels.tiles import TileConfig
 
 INTERPRETED = "pallas_triton_interpret"
@@ -32,8 +32,8 @@ def no_worse(value, baseline, reference):
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
-        *((config, "float16") for config in _TILES["pallas_triton"]),
-        (_TILES["pallas_triton"][-1], "bfloat16"),
+        *((config, "float16") for config in TILES["pallas_triton"]),
+        (TILES["pallas_triton"][-1], "bfloat16"),
     ],
 )
 def test_products_for_every_config(config, dtype):
