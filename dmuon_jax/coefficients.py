@@ -1,0 +1,56 @@
+"""Coefficients (a, b, c) of the quintic Newton-Schulz step, by author.
+
+One step maps each singular value x to ``a x + b x^3 + c x^5``.
+"""
+
+import numbers
+
+import numpy as np
+
+# Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024
+# (https://kellerjordan.github.io/posts/muon/): one triple for every step.
+JORDAN = (3.4445, -4.7750, 2.0315)
+
+# Jiacheng You's five-step schedule, as used by Ahn et al., "Dion: Distributed
+# Orthonormalized Updates" (arXiv 2504.05295) and by optax under the name "dion".
+YOU = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+PRESETS = {"jordan": JORDAN, "you": YOU, "standard": JORDAN, "dion": YOU}
+"""Names that ``ns_coeffs`` takes: ours by author, and optax's names for the same."""
+
+
+def resolve_coefficients(ns_coeffs, ns_steps):
+    """The triple or table that ``ns_coeffs`` stands for.
+
+    Args:
+      ns_coeffs: a preset name, a triple, or a table of triples.
+      ns_steps: number of steps; a table must not have more rows.
+
+    Returns:
+      The triple, or the table as a tuple of triples.
+
+    Raises:
+      ValueError: unknown name, wrong shape, or more rows than ``ns_steps``.
+    """
+    if isinstance(ns_coeffs, str):
+        if ns_coeffs not in PRESETS:
+            raise ValueError(
+                f"ns_coeffs must be a triple, a table or one of {sorted(PRESETS)}, got "
+                f"{ns_coeffs!r}"
+            )
+        ns_coeffs = PRESETS[ns_coeffs]
+    shape = np.shape(ns_coeffs)
+    if len(shape) not in (1, 2) or shape[-1] != 3 or 0 in shape:
+        raise ValueError(f"ns_coeffs must have shape (3,) or (n, 3), got {shape}")
+    if len(shape) == 2 and isinstance(ns_steps, numbers.Integral):
+        if shape[0] > ns_steps:
+            raise ValueError(
+                f"ns_coeffs must have at most ns_steps={ns_steps} rows, got {shape[0]}"
+            )
+    return ns_coeffs

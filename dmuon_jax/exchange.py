@@ -1,0 +1,254 @@
+"""The exchange: blocks of leaves to whole parcels on owners, and back.
+
+Runs inside ``jax.shard_map``. The only module that calls collectives: for each exchange
+group at most one all-to-all and one all-gather each way (the table is in ``layout.py``).
+
+Array dimensions here are ``[one per mesh axis ..., slot, block ...]``; the names of the
+leading ones are carried beside the array.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from dmuon_jax.layout import LeafLayout, Side
+from dmuon_jax.matrices import Axes
+
+
+def to_owners(
+    blocks: Sequence[jax.Array],
+    leaves: Sequence[LeafLayout],
+    counts: Sequence[int],
+    dtype: str,
+) -> jax.Array:
+    """Brings the parcels of one exchange group whole to their owners.
+
+    Args:
+      blocks: the local block of each leaf, in the momentum's sharding.
+      leaves: their layouts, equal but for batch dimensions.
+      counts: parcels on each free owner.
+      dtype: dtype in which blocks travel.
+
+    Returns:
+      ``[max(counts), fan_in, fan_out]``: this device's slots; EMPTY ones are zero.
+    """
+    layout = leaves[0].layout
+    side = layout.side("in")
+    packed = [pack(x, leaf, "in") for x, leaf in zip(blocks, leaves, strict=True)]
+    x = spread(jnp.concatenate(packed, axis=1), counts)
+    names = layout.forced_out + layout.free
+    x = x.reshape(*sizes(side, names), *x.shape[2:])
+    x = reorder(x, names, side.sliced + side.exchanged)
+    x = take_own(x, side.sliced, side)
+
+    def move(x):
+        return gather(all_to_all(x, side), side)
+
+    return join(travel(x, side, dtype, move), side)
+
+
+def from_owners(
+    parcels: jax.Array,
+    leaves: Sequence[LeafLayout],
+    counts: Sequence[int],
+    dtype: str,
+) -> list[jax.Array]:
+    """Returns each leaf's block, in the parameter's sharding: undoes ``to_owners``.
+
+    Args:
+      parcels: ``[max(counts), fan_in, fan_out]``, this device's slots.
+      leaves: layouts of the group's leaves.
+      counts: parcels on each free owner.
+      dtype: dtype in which blocks travel.
+    """
+    layout = leaves[0].layout
+    side = layout.side("out")
+    x = take_own(split(parcels, side), side.sliced, side)
+
+    def move(x):
+        return gather(all_to_all(x, side), side)
+
+    x = travel(x, side, dtype, move)
+    names = layout.forced_in + layout.free
+    x = reorder(x, side.gathered + side.exchanged, names)
+    forced = side.mesh.size(layout.forced_in)
+    x = x.reshape(forced, layout.num_owners, *x.shape[len(names) :])
+    x = collect(x, counts)
+    ends = list(itertools.accumulate(leaf.core for leaf in leaves))
+    parts = jnp.split(x, ends[:-1], axis=1)
+    return [unpack(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
+
+
+def pack(block: jax.Array, leaf: LeafLayout, way: str) -> jax.Array:
+    """A local block as ``[forced, core, *parcel block]`` for the other side's forced axes."""
+    mesh = leaf.layout.mesh
+    forced = leaf.layout.forced_out if way == "in" else leaf.layout.forced_in
+    order = local_order(leaf, way)
+    x = jnp.transpose(block, leaf.leaf.batch_axes + matrix_axes(leaf))
+    block_shape = x.shape[len(leaf.batch) :]
+    shape = [mesh.size((name,)) if isinstance(name, str) else name for name in order]
+    x = x.reshape(*shape, *block_shape)
+    front = [order.index(name) for name in forced]
+    rest = [i for i, name in enumerate(order) if not isinstance(name, str)]
+    tail = range(len(order), x.ndim)
+    x = jnp.transpose(x, (*front, *rest, *tail))
+    return x.reshape(mesh.size(forced), leaf.core, *block_shape)
+
+
+def unpack(x: jax.Array, leaf: LeafLayout) -> jax.Array:
+    """Undoes ``pack`` on the way out: ``[forced, core, *parcel block]`` to a block."""
+    mesh = leaf.layout.mesh
+    forced = leaf.layout.forced_in
+    order = local_order(leaf, "out")
+    block_shape = x.shape[2:]
+    rests = [name for name in order if not isinstance(name, str)]
+    x = x.reshape(*(mesh.size((name,)) for name in forced), *rests, *block_shape)
+    position = {name: i for i, name in enumerate(forced)}
+    places, next_rest = [], len(forced)
+    for name in order:
+        if isinstance(name, str):
+            places.append(position[name])
+        else:
+            places.append(next_rest)
+            next_rest += 1
+    x = jnp.transpose(x, (*places, *range(len(order), x.ndim)))
+    batch = [mesh.size(dim.extra_in) * dim.rest for dim in leaf.batch]
+    x = x.reshape(*batch, *block_shape)
+    axes = leaf.leaf.batch_axes + matrix_axes(leaf)
+    return jnp.transpose(x, [axes.index(i) for i in range(len(axes))])
+
+
+def matrix_axes(leaf: LeafLayout) -> tuple[int, ...]:
+    return leaf.leaf.reduction_axes + leaf.leaf.output_axes
+
+
+def local_order(leaf: LeafLayout, way: str) -> list[str | int]:
+    """Factors of the local batch dimensions, in order: axis names, and sizes of rests."""
+    order: list[str | int] = []
+    for dim in leaf.batch:
+        order += [*(dim.extra_out if way == "in" else dim.extra_in), dim.rest]
+    return order
+
+
+def spread(x: jax.Array, counts: Sequence[int]) -> jax.Array:
+    """``[forced, core, ...]`` to ``[forced, owner, slot, ...]``; EMPTY slots are zero."""
+    slots = max(counts)
+    parts, start = [], 0
+    for count, run in itertools.groupby(counts):
+        owners = len(list(run))
+        part = x[:, start : start + owners * count]
+        part = part.reshape(x.shape[0], owners, count, *x.shape[2:])
+        start += owners * count
+        empty = [(0, 0)] * part.ndim
+        empty[2] = (0, slots - count)
+        parts.append(jnp.pad(part, empty))
+    return jnp.concatenate(parts, axis=1)
+
+
+def collect(x: jax.Array, counts: Sequence[int]) -> jax.Array:
+    """Undoes ``spread``: ``[forced, owner, slot, ...]`` to ``[forced, core, ...]``."""
+    parts, start = [], 0
+    for count, run in itertools.groupby(counts):
+        owners = len(list(run))
+        part = x[:, start : start + owners, :count]
+        parts.append(part.reshape(x.shape[0], owners * count, *x.shape[3:]))
+        start += owners
+    return jnp.concatenate(parts, axis=1)
+
+
+def sizes(side: Side, names: Axes) -> tuple[int, ...]:
+    return tuple(side.mesh.size((name,)) for name in names)
+
+
+def reorder(x: jax.Array, names: Axes, wanted: Axes) -> jax.Array:
+    """Transposes the leading dimensions, named ``names``, into the order ``wanted``."""
+    lead = [names.index(name) for name in wanted]
+    return jnp.transpose(x, (*lead, *range(len(names), x.ndim)))
+
+
+def take_own(x: jax.Array, names: Axes, side: Side) -> jax.Array:
+    """Keeps this device's share of the leading dimensions, which are named ``names``."""
+    if not names:
+        return x
+    x = x.reshape(side.mesh.size(names), *x.shape[len(names) :])
+    index = jax.lax.axis_index(names)
+    return jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False)
+
+
+def all_to_all(x: jax.Array, side: Side) -> jax.Array:
+    """Exchanges the leading dimensions, one for each exchanged axis."""
+    names = side.exchanged
+    if side.mesh.size(names) == 1:
+        return x
+    flat = x.reshape(side.mesh.size(names), *x.shape[len(names) :])
+    flat = jax.lax.all_to_all(flat, names, split_axis=0, concat_axis=0, tiled=True)
+    return flat.reshape(x.shape)
+
+
+def gather(x: jax.Array, side: Side) -> jax.Array:
+    """Puts the blocks of all devices along the gathered axes in front."""
+    names = side.gathered
+    if not names:
+        return x
+    flat = jax.lax.all_gather(x, names, axis=0, to="invarying")
+    return flat.reshape(*sizes(side, names), *x.shape)
+
+
+def travel(
+    x: jax.Array, side: Side, dtype: str, move: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """``move(x)`` with the blocks (trailing dimensions) cast to ``dtype`` on the way.
+
+    float16 blocks are divided by a power of two just above their largest entry, whose
+    exponent, an integer that float16 holds exactly, travels as one more element.
+    """
+    if not side.travels or x.dtype == jnp.dtype(dtype):
+        return move(x)
+    if dtype != "float16":
+        return move(x.astype(dtype))
+    block = x.shape[x.ndim - len(side.dims) :]
+    flat = x.reshape(*x.shape[: x.ndim - len(block)], math.prod(block))
+    flat = flat.astype(jnp.promote_types(x.dtype, jnp.float32))
+    largest = jnp.max(jnp.abs(flat), axis=-1, keepdims=True)
+    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1))
+    # Two factors, since 2^-exponent alone may leave the range of float32.
+    half = exponent // 2
+    small = jnp.ldexp(jnp.ldexp(flat, -half), half - exponent)
+    sent = jnp.concatenate([small, exponent.astype(flat.dtype)], axis=-1)
+    sent = move(sent.astype(dtype)).astype(flat.dtype)
+    exponent = sent[..., -1:].astype(jnp.int32)
+    half = exponent // 2
+    flat = jnp.ldexp(jnp.ldexp(sent[..., :-1], half), exponent - half)
+    return flat.reshape(*flat.shape[:-1], *block)
+
+
+def join(x: jax.Array, side: Side) -> jax.Array:
+    """``[gathered and exchanged axes, slot, *block]`` to ``[slot, fan_in, fan_out]``.
+
+    Restores the logical order of rows and columns.
+    """
+    names = side.gathered + side.exchanged
+    order = [len(names)]
+    for i, (_, axes) in enumerate(side.dims):
+        order += [names.index(name) for name in axes]
+        order.append(len(names) + 1 + i)
+    x = jnp.transpose(x, order)
+    return x.reshape(x.shape[0], *side.parcel_shape)
+
+
+def split(x: jax.Array, side: Side) -> jax.Array:
+    """Undoes ``join``: ``[slot, fan_in, fan_out]`` to ``[sliced, exchanged, slot, *block]``."""
+    names = side.sliced + side.exchanged
+    shape, where = [x.shape[0]], {}
+    blocks = []
+    for size, axes in side.dims:
+        for name in axes:
+            where[name] = len(shape)
+            shape.append(side.mesh.size((name,)))
+        blocks.append(len(shape))
+        shape.append(size // side.mesh.size(axes))
+    order = [*(where[name] for name in names), 0, *blocks]
+    return jnp.transpose(x.reshape(shape), order)

@@ -1,0 +1,123 @@
+"""Newton-Schulz orthogonalization of a batch of matrices: normalise, then iterate.
+
+Two forms of one iteration. *Direct* keeps X; *Gram* (in ``gram.py``) keeps the small matrix
+R = X Xᴴ and touches X only at the start, at restarts and at the end.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dmuon_jax import kernels
+from dmuon_jax.gram import gram_iterations
+from dmuon_jax.kernels.select import Implementation
+
+PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
+
+
+def orthogonalize_batch(
+    x: jax.Array,
+    coefficients: jax.Array,
+    steps: int | jax.Array,
+    *,
+    method: str = "direct",
+    compute_dtype: jax.typing.DTypeLike = jnp.float32,
+    eps: jax.typing.ArrayLike = 1e-8,
+    preconditioning: str = "frobenius",
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Nearly the orthogonal polar factor of each matrix.
+
+    Args:
+      x: ``[batch, s, l]`` with s <= l, real or complex.
+      coefficients: ``(3,)``, or ``(n, 3)`` with a row for each step.
+      steps: number of steps where ``coefficients`` is one triple; may be traced.
+      method: ``"direct"`` or ``"gram"``.
+      compute_dtype: dtype of the iteration; norms are taken in fp32 at least.
+      eps: added to the norm, as in ``optax.contrib.muon``.
+      preconditioning: what divides X first, as in ``optax.contrib.muon``.
+      implementation: which kernels, see ``kernels``.
+
+    Returns:
+      ``[batch, s, l]`` in ``compute_dtype``. Zeros stay exactly zero.
+    """
+    if jnp.iscomplexobj(x):
+        compute_dtype = x.dtype
+    x = normalize(x, compute_dtype, eps, preconditioning)
+    if coefficients.ndim == 1 and isinstance(steps, int):
+        coefficients = jnp.broadcast_to(coefficients, (steps, 3))
+    real = jnp.finfo(compute_dtype).dtype
+    coefficients = coefficients.astype(jnp.promote_types(real, jnp.float32))
+    if method == "gram":
+        return gram_iterations(x, coefficients, steps, implementation=implementation)
+    return direct_iterations(x, coefficients, steps, implementation)
+
+
+def direct_iterations(
+    x: jax.Array,
+    coefficients: jax.Array,
+    steps: int | jax.Array,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """``X <- a X + (b A + c A^2) X`` with ``A = X Xᴴ``, once per step."""
+    chain = functools.partial(kernels.direct_chain, implementation=implementation)
+    if coefficients.ndim == 2:
+        return chain(x, coefficients)
+    row = coefficients[None]
+    return jax.lax.fori_loop(0, steps, lambda _, x: chain(x, row), x)
+
+
+def normalize(
+    x: jax.Array,
+    compute_dtype: jax.typing.DTypeLike,
+    eps: jax.typing.ArrayLike,
+    preconditioning: str,
+) -> jax.Array:
+    """Scales each matrix into the range of the iteration and casts it.
+
+    Norms are taken in fp32 of ``X / 2^k``, with 2^k just above the largest entry, so that
+    neither huge nor tiny matrices leave the range; ``X / (norm + eps)`` is then what optax
+    divides by.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    x, unit = scaled(x.astype(wide))
+    eps = jnp.asarray(eps, unit.dtype) / unit
+    if preconditioning == "spectral":
+        norm = jnp.linalg.norm(x, ord=2, axis=(-2, -1), keepdims=True)
+    else:
+        norm = jnp.sqrt(jnp.sum(jnp.abs(x) ** 2, axis=(-2, -1), keepdims=True))
+    if preconditioning in ("aol", "schatten"):
+        # Both rescale by the Gram matrix themselves, so that any first scale cancels.
+        x = (x / jnp.where(norm == 0, 1, norm)).astype(compute_dtype)
+        floor = 1e-8 / (jnp.where(norm == 0, 1, norm) * unit) ** 2
+        return x * gram_scale(x, floor, preconditioning).astype(x.dtype)
+    total = norm + eps
+    return (x / jnp.where(total == 0, 1, total)).astype(compute_dtype)
+
+
+def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``(x / 2^k, 2^k)``, with 2^k the power of two just above the largest entry."""
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    usable = jnp.isfinite(largest) & (largest > 0)
+    _, exponent = jnp.frexp(jnp.where(usable, largest, 1))
+    limit = jnp.finfo(largest.dtype)
+    exponent = jnp.clip(exponent, limit.minexp + 1, limit.maxexp - 1)
+    unit = jnp.ldexp(jnp.ones_like(largest), exponent)
+    return x / unit, unit
+
+
+def gram_scale(x: jax.Array, floor: jax.Array, preconditioning: str) -> jax.Array:
+    """What the rows of X are multiplied by, from its Gram matrix, in fp32.
+
+    AOL divides each row by the root of its absolute row sum in X Xᴴ (Boissin et al.,
+    arXiv 2512.04632); Schatten-4 divides X by the fourth root of the sum of squares of X Xᴴ
+    (Grishina et al., arXiv 2506.10935).
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    gram = jnp.abs(kernels.gram(x).astype(wide))
+    if preconditioning == "aol":
+        size = jnp.sum(gram, axis=-1, keepdims=True)
+    else:
+        size = jnp.sqrt(jnp.sum(gram**2, axis=(-2, -1), keepdims=True))
+    return jax.lax.rsqrt(jnp.maximum(size, floor))

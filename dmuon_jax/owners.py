@@ -1,0 +1,169 @@
+"""Runs a function of matrices on their owners: exchange, compute, exchange back."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from dmuon_jax.exchange import from_owners, to_owners
+from dmuon_jax.matrices import Leaf, Piece
+from dmuon_jax.planning.plan import Bucket, Plan
+from dmuon_jax.shardings import partition_spec
+
+MatrixFn = Callable[[jax.Array, Bucket, Any], jax.Array]
+"""``([batch, s, l], bucket, operands) -> [batch, s, l]``: each matrix on its own, zeros to
+zeros."""
+
+
+def map_owners(
+    fn: MatrixFn,
+    arrays: Sequence[jax.Array],
+    plan: Plan,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
+    operands: Any = None,
+) -> list[jax.Array]:
+    """Applies ``fn`` to every matrix of every leaf, each on its owner.
+
+    Args:
+      fn: the function; gets oriented matrices, in the dtype they travelled in or wider.
+      arrays: one per ``plan.leaves``, float32 or wider, in the momentum's sharding.
+      plan: the plan.
+      mesh: the mesh that carries them; None where there is only one device.
+      operands: a tree of replicated arrays that ``fn`` gets as its last argument.
+
+    Returns:
+      One array per leaf, in the parameter's sharding and the dtype of its input.
+    """
+
+    def body(operands, *blocks):
+        bound = functools.partial(call_last, fn, operands)
+        return tuple(owner_step(bound, blocks, plan))
+
+    if mesh is None:
+        return list(body(operands, *arrays))
+    specs_in = tuple(partition_spec(x.leaf.spec_in) for x in plan.layouts)
+    specs_out = tuple(partition_spec(x.leaf.spec_out) for x in plan.layouts)
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(PartitionSpec(), *specs_in), out_specs=specs_out
+    )
+    return list(mapped(operands, *arrays))
+
+
+def call_last(fn: MatrixFn, operands: Any, x: jax.Array, bucket: Bucket) -> jax.Array:
+    return fn(x, bucket, operands)
+
+
+def owner_step(
+    fn: Callable[[jax.Array, Bucket], jax.Array],
+    blocks: Sequence[jax.Array],
+    plan: Plan,
+) -> list[jax.Array]:
+    """What one device does with its blocks."""
+    parcels = []
+    for group in plan.groups:
+        layouts = [plan.layouts[i] for i in group.leaves]
+        own = [blocks[i] for i in group.leaves]
+        parcels.append(to_owners(own, layouts, group.counts, group.exchange_dtype))
+    pieces = {}
+    for bucket in plan.buckets:
+        stacks = [
+            cut(parcels[m.group], group_leaf(plan, m.group), m.piece)
+            for m in bucket.members
+        ]
+        for member, result in zip(
+            bucket.members, run_bucket(fn, bucket, plan, stacks), strict=True
+        ):
+            pieces[member.group, member.piece] = result
+    results: list[jax.Array] = list(blocks)
+    for number, group in enumerate(plan.groups):
+        leaf = group_leaf(plan, number)
+        parts = [pieces[number, i] for i in range(len(leaf.matrix_shapes))]
+        layouts = [plan.layouts[i] for i in group.leaves]
+        back = from_owners(
+            assemble(parts, leaf), layouts, group.counts, group.exchange_dtype
+        )
+        for index, block in zip(group.leaves, back, strict=True):
+            results[index] = block.astype(blocks[index].dtype)
+    return results
+
+
+def group_leaf(plan: Plan, group: int) -> Leaf:
+    return plan.leaves[plan.groups[group].leaves[0]]
+
+
+def run_bucket(
+    fn: Callable[[jax.Array, Bucket], jax.Array],
+    bucket: Bucket,
+    plan: Plan,
+    stacks: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """``fn`` on the matrices of a bucket that this device computes; EMPTY ones are zero.
+
+    Args:
+      fn: the function.
+      bucket: the bucket.
+      plan: its plan.
+      stacks: ``[slots, s, l]`` of each member.
+
+    Returns:
+      Arrays like ``stacks``.
+    """
+
+    def branch(counts):
+        def compute(*stacks):
+            used = [x[:count] for x, count in zip(stacks, counts, strict=True)]
+            batch = jnp.concatenate(used, axis=0)
+            result = fn(batch, bucket) if len(batch) else batch
+            ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
+            parts = jnp.split(result.astype(batch.dtype), ends)
+            return tuple(
+                jnp.pad(part, ((0, len(x) - len(part)), (0, 0), (0, 0)))
+                for part, x in zip(parts, stacks, strict=True)
+            )
+
+        return compute
+
+    dtype = jnp.result_type(*stacks)
+    stacks = [x.astype(dtype) for x in stacks]
+    computes = [branch(counts) for counts in bucket.branches]
+    if len(computes) == 1:
+        return list(computes[0](*stacks))
+    layout = plan.group_layout(plan.groups[bucket.members[0].group])
+    index = jnp.asarray(bucket.branch_of)[jax.lax.axis_index(layout.varying)]
+    return list(jax.lax.switch(index, computes, *stacks))
+
+
+def cut(parcels: jax.Array, leaf: Leaf, piece: int) -> jax.Array:
+    """One piece of each parcel, oriented: ``[slots, s, l]``."""
+    if leaf.pieces:
+        part = leaf.pieces[piece]
+        parcels = parcels[(slice(None), *piece_index(part))]
+    return transpose(parcels) if parcels.shape[-2] > parcels.shape[-1] else parcels
+
+
+def assemble(parts: Sequence[jax.Array], leaf: Leaf) -> jax.Array:
+    """Undoes ``cut`` for all pieces: ``[slots, fan_in, fan_out]``."""
+    shapes = leaf.matrix_shapes
+    parts = [
+        transpose(part) if shape[0] > shape[1] else part
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+    if not leaf.pieces:
+        return parts[0]
+    whole = jnp.zeros((len(parts[0]), *leaf.parcel_shape), parts[0].dtype)
+    for part, piece in zip(parts, leaf.pieces, strict=True):
+        whole = whole.at[(slice(None), *piece_index(piece))].set(part)
+    return whole
+
+
+def piece_index(piece: Piece) -> tuple[slice, slice]:
+    stop = piece.start + (piece.size - 1) * piece.stride + 1
+    cut_ = slice(piece.start, stop, piece.stride)
+    return (cut_, slice(None)) if piece.axis == 0 else (slice(None), cut_)
+
+
+def transpose(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)

@@ -1,0 +1,223 @@
+"""Plans without a solver: even spread, longest processing time first, local search."""
+
+import numpy as np
+
+from dmuon_jax.planning.model import Counts, Model
+
+FORBIDDEN = np.iinfo(np.int64).max // 4
+MAX_MOVES = 500
+MAX_WALKS = 3
+# Tasks of more parcels are spread evenly but for their last rounds.
+MAX_SINGLE = 1024
+KEPT_ROUNDS = 3
+
+
+def even_counts(model: Model) -> Counts:
+    """Spreads each task evenly; the first owners take what is left over."""
+    return tuple(
+        num // owners + (np.arange(owners) < num % owners).astype(np.int64)
+        for num, owners in zip(model.num_parcels, model.owners, strict=True)
+    )
+
+
+class Spread:
+    """A table of counts under construction, with the loads that follow from it."""
+
+    def __init__(self, model: Model, table: tuple[np.ndarray, ...], counts: Counts):
+        self.model, self.table = model, table
+        self.counts = tuple(row.copy() for row in counts)
+        self.matrices = model.bucket_counts(self.counts)
+        self.loads = model.loads(self.counts, table)
+
+    def changes(self, step: np.ndarray, devices=slice(None)) -> np.ndarray:
+        """Returns int64 [devices]: load change where *step* matrices are added."""
+        total = np.zeros_like(self.loads[devices])
+        for bucket in np.flatnonzero(step):
+            row, cost = self.matrices[bucket, devices], self.table[bucket]
+            total += cost.take(row + step[bucket], mode="clip") - cost.take(row)
+        return total
+
+    def loads_with(self, family: int, step: np.ndarray) -> np.ndarray:
+        """Returns int64 [owners]: an owner's largest load with *step* added."""
+        loads = self.loads + self.changes(step)
+        return loads[self.model.members[family]].max(axis=1)
+
+    def add(self, task: int, owner: int, num: int = 1):
+        """Gives *num* parcels (or takes them, if negative) of *task* to *owner*."""
+        devices = self.model.members[self.model.family_of[task]][owner]
+        step = num * self.model.pieces[task]
+        self.loads[devices] += self.changes(step, devices)
+        self.matrices[:, devices] += step[:, None]
+        self.counts[task][owner] += num
+
+    def add_everywhere(self, task: int, num: int):
+        """Gives *num* parcels of *task* to each of its owners."""
+        step = num * self.model.pieces[task]
+        self.loads += self.changes(step)
+        self.matrices += step[:, None]
+        self.counts[task][:] += num
+
+
+def greedy_counts(
+    model: Model,
+    table: tuple[np.ndarray, ...],
+    slots: np.ndarray,
+    start: Counts | None = None,
+) -> Counts | None:
+    """Places the longest parcels first, each where the load ends up smallest.
+
+    Args:
+      model: The problem.
+      table: Cost of each bucket by count.
+      slots: int64 [tasks]: the most parcels of a task that an owner may take.
+      start: What is placed already. By default nothing, but an even spread of all but
+        the last rounds where a task has thousands of parcels.
+
+    Returns:
+      The counts, or None if the slots hold too few parcels.
+    """
+    if (slots * model.owners < model.num_parcels).any():
+        return None
+    if start is None:
+        start = tuple(np.zeros(num, np.int64) for num in model.owners)
+    spread = Spread(model, table, start)
+    for task in _longest_first(model, table):
+        family, step = model.family_of[task], model.pieces[task]
+        if not step.any():
+            spread.counts[task][:] = even_counts(model)[task]
+        placed = int(spread.counts[task].sum())
+        left = int(model.num_parcels[task]) - placed
+        rounds = left // int(model.owners[task]) - KEPT_ROUNDS
+        if placed == 0 and left > MAX_SINGLE and rounds > 0:
+            spread.add_everywhere(task, rounds)
+            left -= rounds * int(model.owners[task])
+        for _ in range(left):
+            loads = spread.loads_with(family, step)
+            loads[spread.counts[task] >= slots[task]] = FORBIDDEN
+            spread.add(task, int(loads.argmin()))
+    return spread.counts
+
+
+def _longest_first(model: Model, table: tuple[np.ndarray, ...]) -> list[int]:
+    """Orders tasks by the time of one parcel; those of fewer owners come first."""
+    single = {
+        t: sum(int(table[b][k]) for b, k in enumerate(model.pieces[t]) if k)
+        for t in np.flatnonzero(model.num_parcels).tolist()
+    }
+    return sorted(single, key=lambda t: (model.family_of[t], -single[t], t))
+
+
+def balance(
+    model: Model, table: tuple[np.ndarray, ...], counts: Counts, slots: np.ndarray
+) -> Counts:
+    """Moves and swaps parcels away from the most loaded device while that helps.
+
+    Each step makes the sorted list of loads smaller, so the search ends; *slots* are
+    never exceeded.
+    """
+    spread = Spread(model, table, counts)
+    for _ in range(MAX_MOVES):
+        if not any(_relieve(spread, family, slots) for family in _families(model)):
+            break
+    return spread.counts
+
+
+def _families(model: Model) -> range:
+    return range(len(model.members) - 1, -1, -1)
+
+
+def _relieve(spread: Spread, family: int, slots: np.ndarray) -> bool:
+    """Applies the best move or swap from the most loaded device's owner, if any."""
+    model = spread.model
+    source = int(model.owner_of[family][spread.loads.argmax()])
+    members = model.members[family]
+    here = members[source]
+    tasks = [
+        t for t in range(model.num_tasks) if model.family_of[t] == family
+    ]
+    nothing = np.zeros(len(model.shapes), np.int64)
+    best, choice = int(spread.loads[here].max()), None
+    for given in (t for t in tasks if spread.counts[t][source] > 0):
+        for taken in (None, *(t for t in tasks if t != given)):
+            back = nothing if taken is None else model.pieces[taken]
+            if taken is not None and spread.counts[taken][source] >= slots[taken]:
+                continue
+            step = model.pieces[given] - back
+            left = int((spread.loads[here] + spread.changes(-step, here)).max())
+            if left >= best:
+                continue
+            worst = np.maximum(spread.loads_with(family, step), left)
+            worst[spread.counts[given] >= slots[given]] = FORBIDDEN
+            if taken is not None:
+                worst[spread.counts[taken] <= 0] = FORBIDDEN
+            worst[source] = FORBIDDEN
+            target = int(worst.argmin())
+            if worst[target] < best:
+                best, choice = int(worst[target]), (given, taken, target)
+    if choice is None:
+        return False
+    given, taken, target = choice
+    spread.add(given, source, -1)
+    spread.add(given, target)
+    if taken is not None:
+        spread.add(taken, target, -1)
+        spread.add(taken, source)
+    return True
+
+
+def search(model: Model, table: tuple[np.ndarray, ...], target: int = 0) -> Counts:
+    """Returns the best plan of several starts, improved by changing slots one by one.
+
+    Slots are priced, so the search walks over slot limits: under each it packs
+    greedily and balances.
+
+    Args:
+      model: The problem.
+      table: Cost of each bucket by count.
+      target: Ticks: an objective that is good enough.
+    """
+    best = even_counts(model)
+    for slots in (model.min_slots, model.max_slots):
+        if model.objective(best, table) <= target:
+            return best
+        packed = greedy_counts(model, table, slots)
+        if packed is not None and model.fits(model.slots(packed)):
+            balanced = balance(model, table, packed, slots)
+            best = model.best((best, packed, balanced), table)
+    return walk_slots(model, table, best, target)
+
+
+def walk_slots(
+    model: Model, table: tuple[np.ndarray, ...], best: Counts, target: int
+) -> Counts:
+    """Improves a plan by balancing it under one slot fewer or more of each task."""
+    for _ in range(MAX_WALKS):
+        before = model.objective(best, table)
+        for task in np.argsort(-model.slot_ticks, kind="stable").tolist():
+            for change in (-1, 1):
+                most = model.objective(best, table) - target
+                if most <= max(change * int(model.slot_ticks[task]), 0):
+                    continue
+                trial = _with_slots(model, table, best, task, change)
+                best = model.best((best, trial), table)
+        if model.objective(best, table) >= before:
+            break
+    return best
+
+
+def _with_slots(
+    model: Model, table: tuple[np.ndarray, ...], counts: Counts, task: int, change: int
+) -> Counts:
+    slots = model.slots(counts)
+    slots[task] += change
+    allowed = model.min_slots[task] <= slots[task] <= model.max_slots[task]
+    if not (allowed and model.fits(slots)):
+        return counts
+    spread = Spread(model, table, counts)
+    family, step = model.family_of[task], model.pieces[task]
+    for owner in np.flatnonzero(spread.counts[task] > slots[task]).tolist():
+        spread.add(task, owner, -1)
+        loads = spread.loads_with(family, step)
+        loads[spread.counts[task] >= slots[task]] = FORBIDDEN
+        spread.add(task, int(loads.argmin()))
+    return balance(model, table, spread.counts, slots)

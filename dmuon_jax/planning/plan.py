@@ -1,0 +1,265 @@
+"""The plan: who orthogonalizes what, and how. Static, hashable, JSON both ways.
+
+No arrays and no devices. Parcels of one exchange group are interchangeable, so the plan
+says only *how many* parcels each free owner takes; which ones follows in order.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from typing import Literal
+
+from dmuon_jax.layout import LeafLayout, leaf_layout
+from dmuon_jax.matrices import Axes, Leaf, MeshShape, Piece, oriented
+from dmuon_jax.planning import report
+
+Method = Literal["direct", "gram"]
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """An exchange group: parcels with one layout, moved by one collective each way.
+
+    Attributes:
+      leaves: positions of its leaves in ``Plan.leaves``.
+      exchange_dtype: dtype in which blocks travel.
+      counts: parcels on each free owner, row-major over the layout's free axes. Every
+        owner has ``max(counts)`` slots; those beyond its count are EMPTY.
+    """
+
+    leaves: tuple[int, ...]
+    exchange_dtype: str
+    counts: tuple[int, ...]
+
+    @property
+    def slots(self) -> int:
+        """Slots of every owner."""
+        return max(self.counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One piece of every parcel of a group, in a bucket."""
+
+    group: int
+    piece: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Matrices of one oriented shape and dtype, orthogonalized together on each owner.
+
+    Attributes:
+      shape: (short side, long side).
+      compute_dtype: dtype in which the matrices are iterated.
+      method: form of the iteration.
+      members: where its matrices come from, stacked in this order.
+      branches: the distinct numbers of matrices that a device computes of each member;
+        a device takes the branch ``branch_of[owner]``. One branch means no conditional.
+      branch_of: branch index of each device, row-major over the bucket's varying axes.
+    """
+
+    shape: tuple[int, int]
+    compute_dtype: str
+    method: Method
+    members: tuple[Member, ...]
+    branches: tuple[tuple[int, ...], ...]
+    branch_of: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static schedule of one optimizer step.
+
+    Attributes:
+      mesh: axes of the mesh that it was made for.
+      owner_axes: axes over which owners are spread.
+      leaves: the leaves that Muon updates.
+      groups: exchange groups.
+      buckets: NS batches.
+      owner_load_us: modelled NS time of each device, row-major over the mesh.
+      exchange_us: modelled time of the exchange, if nothing hid it.
+      lower_bound_us: proven bound on makespan plus exchange.
+      gap: (makespan + exchange - bound) / (makespan + exchange), 0 if both are 0.
+      status: a sentence on how the plan was found.
+    """
+
+    mesh: MeshShape
+    owner_axes: Axes
+    leaves: tuple[Leaf, ...]
+    groups: tuple[Group, ...]
+    buckets: tuple[Bucket, ...]
+    owner_load_us: tuple[float, ...]
+    exchange_us: float
+    lower_bound_us: float
+    gap: float
+    status: str
+
+    def __post_init__(self):
+        check_plan(self)
+
+    @functools.cached_property
+    def layouts(self) -> tuple[LeafLayout, ...]:
+        """The layout of each leaf."""
+        return tuple(leaf_layout(x, self.mesh, self.owner_axes) for x in self.leaves)
+
+    def group_layout(self, group: Group):
+        """The layout that the leaves of ``group`` share."""
+        return self.layouts[group.leaves[0]].layout
+
+    @property
+    def makespan_us(self) -> float:
+        """Modelled NS time of the busiest device."""
+        return max(self.owner_load_us, default=0.0)
+
+    @property
+    def num_matrices(self) -> int:
+        return sum(x.num_parcels * len(x.matrix_shapes) for x in self.leaves)
+
+    def digest(self) -> str:
+        """A hash that is equal on processes that hold the same plan."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def exchange_bytes(self) -> "report.ExchangeBytes":
+        """What the exchange of one step moves, in buffer bytes per device."""
+        return report.exchange_bytes(self)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; ``Plan.from_json`` reads it back."""
+        data = dataclasses.asdict(self)
+        return json.dumps({"format": FORMAT, **data}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Reads ``to_json``'s text.
+
+        Raises:
+          ValueError: if the text is not a plan, is of another format, or breaks a rule.
+        """
+        return plan_from_json(text)
+
+    def summary(self) -> str:
+        """The plan as a readable table."""
+        return report.summary(self)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ``ValueError`` unless every parcel has exactly one owner and one place."""
+    if len(plan.owner_load_us) != plan.mesh.num_devices:
+        raise ValueError(
+            f"owner_load_us must have {plan.mesh.num_devices} entries, got "
+            f"{len(plan.owner_load_us)}"
+        )
+    placed = sorted(index for group in plan.groups for index in group.leaves)
+    if placed != list(range(len(plan.leaves))):
+        raise ValueError(f"groups must hold each leaf once, got positions {placed}")
+    for group in plan.groups:
+        check_group(plan, group)
+    pieces = sorted((m.group, m.piece) for b in plan.buckets for m in b.members)
+    wanted = [
+        (index, piece)
+        for index, group in enumerate(plan.groups)
+        for piece in range(len(plan.leaves[group.leaves[0]].matrix_shapes))
+    ]
+    if pieces != wanted:
+        raise ValueError(f"buckets must hold each piece once, got {pieces}")
+    for bucket in plan.buckets:
+        check_bucket(plan, bucket)
+
+
+def check_group(plan: Plan, group: Group) -> None:
+    layouts = [plan.layouts[index] for index in group.leaves]
+    paths = [plan.leaves[index].path for index in group.leaves]
+    check_dtype("exchange_dtype", group.exchange_dtype)
+    if any(x.layout != layouts[0].layout for x in layouts):
+        raise ValueError(f"the leaves of a group must share one layout, got {paths}")
+    core = sum(x.core for x in layouts)
+    owners = layouts[0].layout.num_owners
+    if (
+        len(group.counts) != owners
+        or sum(group.counts) != core
+        or min(group.counts) < 0
+    ):
+        raise ValueError(
+            f"counts must place {core} parcels on {owners} owners, got {group.counts} "
+            f"for {paths}"
+        )
+
+
+def check_bucket(plan: Plan, bucket: Bucket) -> None:
+    where = f"in the bucket of {bucket.shape}"
+    check_dtype("compute_dtype", bucket.compute_dtype)
+    if bucket.method not in ("direct", "gram"):
+        raise ValueError(
+            f"method must be direct or gram, got {bucket.method!r} {where}"
+        )
+    layouts = [plan.group_layout(plan.groups[m.group]) for m in bucket.members]
+    for member, layout in zip(bucket.members, layouts, strict=True):
+        leaf = plan.leaves[plan.groups[member.group].leaves[0]]
+        shape = oriented(leaf.matrix_shapes[member.piece])
+        if shape != bucket.shape:
+            raise ValueError(
+                f"members must have the bucket's shape, got {shape} {where}"
+            )
+        if (layout.varying, layout.dtype) != (layouts[0].varying, layouts[0].dtype):
+            raise ValueError(f"members must share dtype and varying axes {where}")
+    varying = layouts[0].varying
+    if len(bucket.branch_of) != plan.mesh.size(varying):
+        raise ValueError(f"branch_of must have an entry for each device {where}")
+    for device in range(plan.mesh.num_devices):
+        place = plan.mesh.coordinates(device)
+        branch = bucket.branches[bucket.branch_of[plan.mesh.index(place, varying)]]
+        for member, layout, computed in zip(
+            bucket.members, layouts, branch, strict=True
+        ):
+            group = plan.groups[member.group]
+            count = group.counts[plan.mesh.index(place, layout.free)]
+            if not count <= computed <= group.slots:
+                raise ValueError(
+                    f"a branch must compute every matrix that its device owns, got "
+                    f"{computed} for {count} of at most {group.slots} {where}"
+                )
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    if dtype not in report.ITEMSIZE:
+        raise ValueError(
+            f"{name} must be one of {sorted(report.ITEMSIZE)}, got {dtype!r}"
+        )
+
+
+def plan_from_json(text: str) -> Plan:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a plan must be JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"a plan must have format {FORMAT}, got {found!r}")
+    del data["format"]
+    try:
+        data["mesh"] = MeshShape(**tuples(data["mesh"]))
+        data["leaves"] = tuple(
+            Leaf(**tuples(x | {"pieces": [Piece(**p) for p in x["pieces"]]}))
+            for x in data["leaves"]
+        )
+        data["groups"] = tuple(Group(**tuples(x)) for x in data["groups"])
+        data["buckets"] = tuple(
+            Bucket(**tuples(x | {"members": [Member(**m) for m in x["members"]]}))
+            for x in data["buckets"]
+        )
+        return Plan(**tuples(data))
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"a plan must have the fields of Plan: {error}") from error
+
+
+def tuples(value):
+    """``value`` with every list turned into a tuple."""
+    if isinstance(value, dict):
+        return {key: tuples(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(tuples(item) for item in value)
+    return value

@@ -1,0 +1,127 @@
+"""What a plan amounts to: bytes of the exchange, and a table for people.
+
+Reads plans, never builds them.
+"""
+
+import dataclasses
+import math
+import typing
+
+if typing.TYPE_CHECKING:
+    from dmuon_jax.planning.plan import Group, Plan
+
+ITEMSIZE = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeBytes:
+    """Collective buffer bytes per device and step (result buffers).
+
+    Attributes:
+      all_to_all: both ways, EMPTY slots and scales included.
+      all_gather: results brought back to replicas, and blocks of repeated axes.
+      empty: the part of both that EMPTY slots cause.
+      scales: the part of both that carries float16 block exponents.
+      collectives: number of collectives.
+    """
+
+    all_to_all: int
+    all_gather: int
+    empty: int
+    scales: int
+    collectives: int
+
+    @property
+    def total(self) -> int:
+        return self.all_to_all + self.all_gather
+
+
+def group_bytes(plan: "Plan", group: "Group") -> ExchangeBytes:
+    """The share of one exchange group."""
+    layout = plan.group_layout(group)
+    itemsize = ITEMSIZE[group.exchange_dtype]
+    useful = sum(group.counts) / layout.num_owners
+    totals = {"all_to_all": 0, "all_gather": 0, "scales": 0}
+    collectives = 0
+    for way in ("in", "out"):
+        side = layout.side(way)
+        # On the way out a forced axis of the way in multiplies the slots, and vice versa;
+        # those coordinates are part of `owner`, hence of the block factors below.
+        block = math.prod(side.block_shape)
+        extra = 1 if group.exchange_dtype == "float16" and side.travels else 0
+        for kind, elements in zip(
+            ("all_to_all", "all_gather"), side.elements_per_slot(), strict=True
+        ):
+            blocks = elements // block
+            totals[kind] += group.slots * blocks * (block + extra) * itemsize
+            totals["scales"] += group.slots * blocks * extra * itemsize
+            collectives += elements > 0
+    moved = totals["all_to_all"] + totals["all_gather"]
+    empty = round(moved * (1 - useful / group.slots)) if group.slots else 0
+    return ExchangeBytes(**totals, empty=empty, collectives=collectives)
+
+
+def exchange_bytes(plan: "Plan") -> ExchangeBytes:
+    """The whole step."""
+    parts = [group_bytes(plan, group) for group in plan.groups]
+    return ExchangeBytes(
+        *(
+            sum(dataclasses.astuple(part)[i] for part in parts)
+            for i in range(len(dataclasses.fields(ExchangeBytes)))
+        )
+    )
+
+
+def summary(plan: "Plan") -> str:
+    """A table of buckets, owner loads and bytes."""
+    moved = exchange_bytes(plan)
+    axes = ", ".join(
+        f"{n}={s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+    )
+    lines = [
+        f"plan: {plan.num_matrices} matrices of {len(plan.leaves)} leaves on "
+        f"{plan.mesh.num_devices} devices ({axes or 'no mesh'})",
+        f"  {plan.status}",
+        f"  NS makespan {plan.makespan_us / 1e3:.3f} ms (model), exchange "
+        f"{plan.exchange_us / 1e3:.3f} ms if nothing hid it, bound "
+        f"{plan.lower_bound_us / 1e3:.3f} ms, gap {plan.gap:.1%}",
+        f"  exchange: {moved.collectives} collectives, {moved.all_to_all / 2**20:.2f} MiB "
+        f"all-to-all + {moved.all_gather / 2**20:.2f} MiB all-gather per device, "
+        f"{moved.empty / 2**20:.2f} MiB of it EMPTY slots",
+        f"  {'matrix':>14} {'number':>7} {'per owner':>10} {'method':>7} {'dtype':>9}",
+    ]
+    for bucket in plan.buckets:
+        number, fewest, most = 0, 0, 0
+        for member in bucket.members:
+            group = plan.groups[member.group]
+            number += sum(plan.layouts[i].leaf.num_parcels for i in group.leaves)
+            fewest += min(group.counts)
+            most += max(group.counts)
+        per_owner = f"{fewest}" if fewest == most else f"{fewest}-{most}"
+        shape = f"{bucket.shape[0]}x{bucket.shape[1]}"
+        lines.append(
+            f"  {shape:>14} {number:>7} {per_owner:>10} {bucket.method:>7} "
+            f"{bucket.compute_dtype:>9}"
+        )
+    lines += ["  load per owner (model):", *bars(plan.owner_load_us)]
+    return "\n".join(lines)
+
+
+def bars(loads: tuple[float, ...], width: int = 40, rows: int = 16) -> list[str]:
+    """A bar per owner; beyond ``rows`` owners, a bar per run of neighbours' maximum."""
+    size = math.ceil(len(loads) / rows) if loads else 1
+    top = max(loads, default=0.0) or 1.0
+    lines = []
+    for start in range(0, len(loads), size):
+        part = loads[start : start + size]
+        name = f"{start}" if len(part) == 1 else f"{start}-{start + len(part) - 1}"
+        bar = "#" * round(max(part) / top * width)
+        lines.append(f"  {name:>9} {max(part) / 1e3:9.3f} ms {bar}")
+    return lines
