@@ -208,8 +208,9 @@ def cases_of(shape, dtypes, verdicts):
                     "implementation": implementation,
                     "dtype": dtype,
                 }
-                yield Case(name, form, dtype, *shape), functools.partial(
-                    function, **given
+                yield (
+                    Case(name, form, dtype, *shape),
+                    functools.partial(function, **given),
                 )
         yield (
             Case("optax", "direct", dtype, *shape),

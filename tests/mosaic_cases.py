@@ -98,9 +98,7 @@ def main():
         result = measure(pallas_mosaic_sm90, *CASES[name])
     else:
         module = cases.faulty(pallas_mosaic_sm90, *FAULTS[name])
-        result = measure(
-            module, FAULTY_CONFIGS[name], "float16", 256, 128, False, True
-        )
+        result = measure(module, FAULTY_CONFIGS[name], "float16", 256, 128, False, True)
     print(json.dumps(result))
 
 

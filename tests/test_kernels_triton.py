@@ -161,7 +161,12 @@ def chain_error(module):
         (pallas_triton, gram_error, "a.shape[2] // config.depth", "0"),
         (pallas_triton, product_error, "j * config.columns + jax", "jax"),
         (pallas_triton, product_error, "tile *= coefficients[0]", "pass"),
-        (pallas_triton_small, chain_error, "_add(b, gram, c * _dot(gram, gram))", "gram"),
+        (
+            pallas_triton_small,
+            chain_error,
+            "_add(b, gram, c * _dot(gram, gram))",
+            "gram",
+        ),
     ],
     ids=[
         "unwritten mirror",

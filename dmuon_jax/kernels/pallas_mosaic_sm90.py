@@ -26,7 +26,9 @@ _TRANSFORMS = (plgpu.TilingTransform((8, _SWIZZLE)), plgpu.SwizzleTransform(128)
 
 def _pipeline(body, context, config: TileConfig, is_gram: bool, num_steps: int):
     """The loop over slices of the contracted axis, loads running ahead of products."""
-    right = (config.columns, config.depth) if is_gram else (config.depth, config.columns)
+    right = (
+        (config.columns, config.depth) if is_gram else (config.depth, config.columns)
+    )
     spec = functools.partial(
         plgpu.BlockSpec,
         transforms=_TRANSFORMS,
@@ -156,9 +158,7 @@ def _kernel(
 @functools.partial(
     jax.jit, static_argnames=("config", "is_gram", "num_cores", "interpret")
 )
-def _product(
-    a, b, c, coefficients, valid, *, config, is_gram, num_cores, interpret
-):
+def _product(a, b, c, coefficients, valid, *, config, is_gram, num_cores, interpret):
     batch, size, _ = a.shape
     order = jnp.asarray(triangle_order(size // config.rows, config))
     operands = {"order": order, "a": a, "b": b, "c": c}
