@@ -3,9 +3,9 @@
     python bench/bench_newton_schulz.py                      # everything, on a GPU
     python bench/bench_newton_schulz.py --shapes 2048x2048 --tune bench/tiles
 
-Each case is checked against fp32 first and only timed if it is right. Results go to
-bench/results/newton_schulz-DEVICE.json, after every case; a case that fails is a result.
-With --tune the tile sizes of every product are measured before, kept in that folder, and
+Each case is checked against fp32 first, and timed only if it is right. Results go to
+bench/results/newton_schulz-DEVICE.json after every case; a failure is a result too.
+With --tune, tile sizes of every product are measured before, kept in that folder, and
 used by the implementation "tuned".
 """
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import deviceless
 from dmuon_jax import kernels
 from dmuon_jax.kernels import pallas_mosaic_sm90, pallas_triton, pallas_triton_small
 from dmuon_jax.kernels.select import MORE_TILES, TILES
 from dmuon_jax.kernels.tiles import TileConfig
+from tests import deviceless
 
 pytestmark = [
     pytest.mark.cuda_compile,

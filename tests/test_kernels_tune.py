@@ -7,12 +7,12 @@ import re
 import jax.numpy as jnp
 import pytest
 
-import kernel_cases as cases
 from dmuon_jax import kernels
 from dmuon_jax.kernels import pallas_triton, tune
 from dmuon_jax.kernels.select import INTERPRETED, Choice, Problem, choose
 from dmuon_jax.kernels.support import target_device
 from dmuon_jax.kernels.tiles import ChainConfig, TileConfig
+from tests import kernel_cases as cases
 
 PROBLEM = Problem("gram", 2, 60, 100, "float16")
 CANDIDATE = Choice(INTERPRETED, TileConfig(64, 64, num_warps=4), "candidate")

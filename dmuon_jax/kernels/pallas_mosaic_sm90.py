@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dmuon_jax.kernels.pallas_common import result_like, varying_together
+from dmuon_jax.kernels.pallas_common import varying_together
 from dmuon_jax.kernels.support import target_device
 from dmuon_jax.kernels.tiles import TileConfig, triangle_order
 
@@ -57,7 +57,7 @@ def _ignore(*args, **kwargs):
 def _kernel(
     order, valid, coefficients, a, b, c, d, *, config: TileConfig, is_gram: bool
 ):
-    """Every tile this program is to compute; *valid*, *coefficients*, *c* may be None."""
+    """All tiles this program computes; *valid*, *coefficients*, *c* may be None."""
     num_groups = config.num_warps // 4
     group_rows = config.rows // num_groups
     shape = (group_rows, config.columns)
