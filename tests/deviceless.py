@@ -150,8 +150,11 @@ def _tool(name, *arguments):
     return done.stdout
 
 
-def _cubins(data):
-    """CUDA ELF files in a serialized executable, plain or compressed by snappy."""
+def _cubins(data, depth=2):
+    """CUDA ELF files in a serialized executable, plain or compressed by snappy.
+
+    Older executables have compressed streams inside one another, up to *depth*.
+    """
     found = _elves(data)
     for start in range(len(data) - 16):
         try:
@@ -159,7 +162,7 @@ def _cubins(data):
         except IndexError:
             continue
         if inner:
-            found += _elves(inner)
+            found += _elves(inner) or (_cubins(inner, depth - 1) if depth > 1 else [])
     return list(dict.fromkeys(found))
 
 

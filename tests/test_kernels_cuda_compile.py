@@ -9,6 +9,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dmuon_jax import kernels
@@ -126,9 +127,14 @@ def test_chains(architecture, name, sides, num_warps, tmp_path):
 
 
 def test_a_whole_step_has_as_few_kernels_as_it_can():
-    """Normalise and cast once, then only products: nothing in between, no copies."""
+    """Normalise and cast once, then products: nothing copied or padded in between.
 
-    def step(x, steps):
+    Two passes for the norm, one to cast; 2 Gram matrices and 14 polynomial products in
+    16 kernels; 2 sums that start Q; 2 plain products.
+    """
+    steps = np.array([[3.4445, -4.7750, 2.0315]] * 5, np.float32)
+
+    def step(x):
         norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
         x = (x / (norm + 1e-7)).astype(jnp.float16)
         for part in (steps[:2], steps[2:]):
@@ -136,12 +142,10 @@ def test_a_whole_step_has_as_few_kernels_as_it_can():
             x = kernels.matmul(q, x)
         return x
 
-    compiled = deviceless.compile_for(
-        "sm_90", step, ((4, 1024, 4096), "float32"), ((5, 3), "float32")
-    )
+    compiled = deviceless.compile_for("sm_90", step, ((4, 1024, 4096), "float32"))
     entry = compiled.as_text().split("ENTRY ", 1)[1]
-    products = len(re.findall(r'custom_call_target="mosaic_gpu', entry))
-    assert products == 2 + 14
-    big = r"= f(?:16|32)\[4,1024,(?:4096|1024)\]\S* (fusion|copy|transpose|convert)\("
-    passes = re.findall(big, entry)
-    assert len(passes) <= 6, passes
+    launched = re.findall(r" (fusion|custom-call|copy|transpose|convert)\(", entry)
+    assert len(re.findall(r'custom_call_target="mosaic_gpu', entry)) == 16
+    assert len(launched) <= 16 + 3 + 2 + 2, launched
+    # The Gram matrices, R, Q, Z and RZ, and X twice: nothing in fp32.
+    assert compiled.memory_analysis().temp_size_in_bytes <= 4 * 2**20 * (4 * 2 + 8 + 1)
