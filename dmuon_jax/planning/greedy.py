@@ -184,7 +184,28 @@ def search(model: Model, table: tuple[np.ndarray, ...], target: int = 0) -> Coun
         if packed is not None and model.fits(model.slots(packed)):
             balanced = balance(model, table, packed, slots)
             best = model.best((best, packed, balanced), table)
+    for family in range(len(model.members) if len(model.members) > 1 else 0):
+        best = _place_anew(model, table, best, family)
     return walk_slots(model, table, best, target)
+
+
+def _place_anew(
+    model: Model, table: tuple[np.ndarray, ...], best: Counts, family: int
+) -> Counts:
+    """Spreads the other families evenly or as they are, and one family around them."""
+    inside = [f == family for f in model.family_of]
+    candidates = [best]
+    for others in (best, even_counts(model)):
+        start = tuple(
+            row * (not own) for row, own in zip(others, inside, strict=True)
+        )
+        for slots in (model.min_slots, model.max_slots):
+            limits = np.where(inside, slots, np.maximum(model.slots(others), 1))
+            limits = np.maximum(limits, model.min_slots)
+            placed = greedy_counts(model, table, limits, start)
+            if placed is not None and model.fits(model.slots(placed)):
+                candidates.append(balance(model, table, placed, model.slots(placed)))
+    return model.best(tuple(candidates), table)
 
 
 def walk_slots(

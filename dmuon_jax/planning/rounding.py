@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dmuon_jax.planning.greedy import balance, greedy_counts
+from dmuon_jax.planning.greedy import greedy_counts
 from dmuon_jax.planning.model import Counts, Model
 from dmuon_jax.planning.packing import Packing
 
@@ -43,7 +43,7 @@ def plan_from_patterns(
     filled = greedy_counts(model, table, slots, counts)
     if filled is None or not model.fits(model.slots(filled)):
         return None
-    return balance(model, table, filled, slots)
+    return filled
 
 
 def tidy(model: Model, table: tuple[np.ndarray, ...], counts: Counts) -> Counts:

@@ -1,17 +1,20 @@
 """The entry of the planner: bound, greedy, MILP, and the best of them as a plan."""
 
 import dataclasses
+import itertools
+import math
 
 import numpy as np
 
 from dmuon_jax.planning.bounds import lower_bound, pigeonhole_bound
-from dmuon_jax.planning.greedy import even_counts, search, walk_slots
+from dmuon_jax.planning.greedy import balance, even_counts, search, walk_slots
 from dmuon_jax.planning.model import TICKS_PER_US, Counts, Model, build_model
 from dmuon_jax.planning.packing import Packing, family_packing, relaxed_packing
 from dmuon_jax.planning.problem import Limits, Method, Problem, Solution, Solver
 from dmuon_jax.planning.rounding import plan_from_patterns, tidy
 
 METHOD_ROUNDS = 3
+MAX_CHOICES = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,15 +108,34 @@ def _greedy(model: Model, found: Found, limits: Limits) -> Found:
 
 
 def _refit_methods(model: Model, found: Found) -> Found:
-    """Changes the method of one bucket at a time while the objective falls."""
-    for bucket in range(len(model.shapes)):
-        for method in model.costs:
-            methods = list(found.methods)
-            methods[bucket] = method
-            trial = dataclasses.replace(found, methods=tuple(methods))
-            if _objective(model, trial) < _objective(model, found):
-                found = trial
-    return found
+    """Chooses the methods anew for the counts as they are.
+
+    All choices are tried where they are few, else one bucket at a time.
+    """
+    options = [_useful_methods(model, b) for b in range(len(model.shapes))]
+    if math.prod(len(option) for option in options) <= MAX_CHOICES:
+        choices = itertools.product(*options)
+    else:
+        choices = (
+            (*found.methods[:b], method, *found.methods[b + 1 :])
+            for b, option in enumerate(options)
+            for method in option
+        )
+    trials = [dataclasses.replace(found, methods=choice) for choice in choices]
+    return min([found, *trials], key=lambda trial: _objective(model, trial))
+
+
+def _useful_methods(model: Model, bucket: int) -> tuple[Method, ...]:
+    """Returns the methods that are the fastest for some number of matrices."""
+    fastest = model.best_table()[bucket][1:]
+    useful: list[Method] = []
+    for method in model.costs:
+        own = model.costs[method][bucket][1:]
+        if (own == fastest).all():
+            return (method,)
+        if (own == fastest).any():
+            useful.append(method)
+    return tuple(useful)
 
 
 def _improve(model: Model, found: Found, limits: Limits) -> Found:
@@ -180,10 +202,15 @@ def _take(
     counts = plan_from_patterns(model, table, packing, chosen, fixed)
     if counts is None:
         return found
-    counts = walk_slots(model, table, counts, int(found.bound * (1 + limits.rel_gap)))
     trial = dataclasses.replace(found, counts=counts, solver="milp")
     trial = _refit_methods(model, trial)
-    return trial if _objective(model, trial) < _objective(model, found) else found
+    table = model.table(trial.methods)
+    counts = balance(model, table, trial.counts, model.slots(trial.counts))
+    target = int(found.bound * (1 + limits.rel_gap))
+    counts = walk_slots(model, table, counts, target)
+    trial = _refit_methods(model, dataclasses.replace(trial, counts=counts))
+    better = _objective(model, trial) < _objective(model, found)
+    return trial if better and model.fits(model.slots(trial.counts)) else found
 
 
 def _solution(model: Model, problem: Problem, found: Found) -> Solution:
