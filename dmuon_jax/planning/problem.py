@@ -9,11 +9,12 @@ import math
 from typing import Literal, Protocol, get_args
 
 Method = Literal["direct", "gram"]
-Solver = Literal["milp", "greedy", "even"]
+Solver = Literal["milp", "greedy", "lpt", "even"]
 Shape = tuple[int, int]
 """An oriented shape ``(s, l)`` with ``s <= l``: what one bucket orthogonalizes."""
 
 METHODS: tuple[Method, ...] = get_args(Method)
+SOLVERS: tuple[Solver, ...] = get_args(Solver)
 
 
 class CostModel(Protocol):
@@ -159,16 +160,20 @@ class Limits:
 
     Attributes:
       nodes: Branch-and-bound nodes of each program.
-      patterns: Count patterns of each program.
+      patterns: Count patterns of the first program.
+      more_patterns: Count patterns of a second one, if the gap is still large.
       rel_gap: A plan this close to the bound is good enough.
+      large_gap: A gap worth the second program.
     """
 
     nodes: int = 500
-    patterns: int = 1000
+    patterns: int = 800
+    more_patterns: int = 3200
     rel_gap: float = 1e-3
+    large_gap: float = 1e-2
 
     def __post_init__(self):
-        if self.nodes < 0 or self.patterns < 0 or not self.rel_gap >= 0:
+        if not min(dataclasses.astuple(self)) >= 0:
             raise ValueError(f"limits must not be negative, got {self}")
 
 
