@@ -176,14 +176,18 @@ def search(model: Model, table: tuple[np.ndarray, ...], target: int = 0) -> Coun
       table: Cost of each bucket by count.
       target: Ticks: an objective that is good enough.
     """
-    best = even_counts(model)
-    for slots in (model.min_slots, model.max_slots):
+    packed = {
+        name: greedy_counts(model, table, slots)
+        for name, slots in (("wide", model.max_slots), ("tight", model.min_slots))
+    }
+    plans = [even_counts(model), *(c for c in packed.values() if c is not None)]
+    best = model.best(tuple(plans), table)
+    for counts, slots in ((packed["tight"], model.min_slots), (packed["wide"], None)):
         if model.objective(best, table) <= target:
             return best
-        packed = greedy_counts(model, table, slots)
-        if packed is not None and model.fits(model.slots(packed)):
-            balanced = balance(model, table, packed, slots)
-            best = model.best((best, packed, balanced), table)
+        if counts is not None:
+            limits = model.max_slots if slots is None else slots
+            best = model.best((best, balance(model, table, counts, limits)), table)
     for family in range(len(model.members) if len(model.members) > 1 else 0):
         best = _place_anew(model, table, best, family)
     return walk_slots(model, table, best, target)

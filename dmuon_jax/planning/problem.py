@@ -168,9 +168,9 @@ class Limits:
 
     nodes: int = 500
     patterns: int = 800
-    more_patterns: int = 3200
+    more_patterns: int = 2400
     rel_gap: float = 1e-3
-    large_gap: float = 1e-2
+    large_gap: float = 1.5e-2
 
     def __post_init__(self):
         if not min(dataclasses.astuple(self)) >= 0:

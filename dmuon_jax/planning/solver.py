@@ -52,7 +52,7 @@ def solve(
 def _search(found: Incumbent, limits: Limits) -> Incumbent:
     """Searches under the methods chosen; changes a method where its loads ask for it."""
     for _ in range(METHOD_ROUNDS):
-        if found.gap <= limits.rel_gap:
+        if found.objective <= found.bound:
             break
         target = int(found.bound * (1 + limits.rel_gap))
         counts = search(found.model, found.table, target)
