@@ -1,1 +1,24 @@
 """dmuon_jax: the Muon optimizer for JAX at distributed scale."""
+
+from dmuon_jax.find_plan import plan_owners
+from dmuon_jax.hidden_matrices import HiddenMatrices, hidden_matrices
+from dmuon_jax.map_matrices import map_matrices, orthogonalize
+from dmuon_jax.muon import dmuon
+from dmuon_jax.planning.plan import Plan
+from dmuon_jax.routing_report import RoutingReport, routing_report
+from dmuon_jax.shardings import place_state
+from dmuon_jax.transform import scale_by_dmuon
+
+__all__ = [
+    "HiddenMatrices",
+    "Plan",
+    "RoutingReport",
+    "dmuon",
+    "hidden_matrices",
+    "map_matrices",
+    "orthogonalize",
+    "place_state",
+    "plan_owners",
+    "routing_report",
+    "scale_by_dmuon",
+]

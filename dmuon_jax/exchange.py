@@ -115,10 +115,7 @@ def unpack(x: jax.Array, leaf: LeafLayout) -> jax.Array:
             places.append(next_rest)
             next_rest += 1
     x = jnp.transpose(x, (*places, *range(len(order), x.ndim)))
-    batch = [
-        mesh.size(dim.extra_in) * dim.rest
-        for dim in leaf.batch
-    ]
+    batch = [mesh.size(dim.extra_in) * dim.rest for dim in leaf.batch]
     x = x.reshape(*batch, *block_shape)
     axes = leaf.leaf.batch_axes + matrix_axes(leaf)
     return jnp.transpose(x, [axes.index(i) for i in range(len(axes))])

@@ -6,10 +6,13 @@ R indefinite after a few steps, so X is rebuilt and R computed afresh at *restar
 8 s² l + 28 s³, against 20 s² l + 10 s³ of the direct form.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from dmuon_jax import kernels
+from dmuon_jax.kernels.select import Implementation
 
 
 def default_restarts(steps: int) -> tuple[int, ...]:
@@ -22,6 +25,7 @@ def gram_iterations(
     coefficients: jax.Array,
     steps: int | jax.Array,
     restarts: tuple[int, ...] | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """All steps on X ``[batch, s, l]``, its spectral norm at most about 1.
 
@@ -30,6 +34,7 @@ def gram_iterations(
       coefficients: ``(n, 3)``, or ``(3,)`` with a traced number of ``steps``.
       steps: number of steps where ``coefficients`` is one triple.
       restarts: 0-based steps before which R is rebuilt; None for ``default_restarts``.
+      implementation: which kernels, see ``kernels``.
 
     Returns:
       ``[batch, s, l]`` in the dtype of ``x``.
@@ -38,42 +43,55 @@ def gram_iterations(
       ValueError: if a restart is not between two steps.
     """
     if coefficients.ndim == 1:
-        return traced_iterations(x, coefficients, steps)
+        return traced_iterations(x, coefficients, steps, implementation)
     number = coefficients.shape[0]
     restarts = default_restarts(number) if restarts is None else restarts
     if any(not 0 < restart < number for restart in restarts):
         raise ValueError(f"restarts must lie in 1..{number - 1}, got {restarts}")
     cuts = (0, *sorted(set(restarts)), number)
     for start, end in zip(cuts, cuts[1:], strict=False):
-        q = kernels.polynomial_chain(kernels.gram(x), coefficients[start:end])
+        r = kernels.gram(x, implementation=implementation)
+        q = kernels.polynomial_chain(
+            r, coefficients[start:end], implementation=implementation
+        )
         x = kernels.matmul(q, x)
     return x
 
 
 def traced_iterations(
-    x: jax.Array, coefficients: jax.Array, steps: jax.Array
+    x: jax.Array,
+    coefficients: jax.Array,
+    steps: jax.Array,
+    implementation: Implementation,
 ) -> jax.Array:
     """As ``gram_iterations``, for a number of steps that only run time knows."""
     first = jnp.minimum(steps, 2)
-    x = traced_phase(x, coefficients, first)
-    return traced_phase(x, coefficients, steps - first)
+    x = traced_phase(x, coefficients, first, implementation)
+    return traced_phase(x, coefficients, steps - first, implementation)
 
 
-def traced_phase(x: jax.Array, coefficients: jax.Array, steps: jax.Array) -> jax.Array:
+def traced_phase(
+    x: jax.Array,
+    coefficients: jax.Array,
+    steps: jax.Array,
+    implementation: Implementation,
+) -> jax.Array:
     """``steps`` iterations on R and Q between two restarts."""
     a, b, c = coefficients
     zero = jnp.zeros_like(a)
     square = jnp.stack([c, b, zero])
     add = jnp.stack([zero + 1, a, zero])
 
+    product = functools.partial(kernels.symmetric_matmul, implementation=implementation)
+
     def body(_, state):
         r, q = state
-        z = kernels.symmetric_matmul(r, r, r, square)
-        q = kernels.symmetric_matmul(q, z, q, add)
-        rz = kernels.symmetric_matmul(r, z, r, add)
-        return kernels.symmetric_matmul(rz, z, rz, add), q
+        z = product(r, r, r, square)
+        q = product(q, z, q, add)
+        rz = product(r, z, r, add)
+        return product(rz, z, rz, add), q
 
-    r = kernels.gram(x)
+    r = kernels.gram(x, implementation=implementation)
     # The identity takes part in X's sharding type, so that both carry one type.
     q = jnp.eye(x.shape[-2], dtype=x.dtype) + jnp.zeros_like(r)
     _, q = jax.lax.fori_loop(0, steps, body, (r, q))

@@ -24,7 +24,9 @@ class MeshShape:
     sizes: tuple[int, ...]
 
     def __post_init__(self):
-        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
+        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(
+            self.names
+        ):
             raise ValueError(
                 "a mesh must have one size for each of its distinct axis names, got "
                 f"names={self.names} sizes={self.sizes}"
@@ -153,7 +155,10 @@ def normalize_axes(
             f"a leaf updated by Muon must have at least 2 dimensions, got {ndim} at {path}"
         )
     found = []
-    for name, axes in (("reduction_axis", reduction_axis), ("output_axis", output_axis)):
+    for name, axes in (
+        ("reduction_axis", reduction_axis),
+        ("output_axis", output_axis),
+    ):
         axes = (axes,) if isinstance(axes, int) else tuple(axes)
         if not axes or any(not -ndim <= axis < ndim for axis in axes):
             raise ValueError(

@@ -4,11 +4,14 @@ Two forms of one iteration. *Direct* keeps X; *Gram* (in ``gram.py``) keeps the 
 R = X Xᴴ and touches X only at the start, at restarts and at the end.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from dmuon_jax import kernels
 from dmuon_jax.gram import gram_iterations
+from dmuon_jax.kernels.select import Implementation
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 
@@ -22,6 +25,7 @@ def orthogonalize_batch(
     compute_dtype: jax.typing.DTypeLike = jnp.float32,
     eps: jax.typing.ArrayLike = 1e-8,
     preconditioning: str = "frobenius",
+    implementation: Implementation = None,
 ) -> jax.Array:
     """Nearly the orthogonal polar factor of each matrix.
 
@@ -33,6 +37,7 @@ def orthogonalize_batch(
       compute_dtype: dtype of the iteration; norms are taken in fp32 at least.
       eps: added to the norm, as in ``optax.contrib.muon``.
       preconditioning: what divides X first, as in ``optax.contrib.muon``.
+      implementation: which kernels, see ``kernels``.
 
     Returns:
       ``[batch, s, l]`` in ``compute_dtype``. Zeros stay exactly zero.
@@ -45,18 +50,22 @@ def orthogonalize_batch(
     real = jnp.finfo(compute_dtype).dtype
     coefficients = coefficients.astype(jnp.promote_types(real, jnp.float32))
     if method == "gram":
-        return gram_iterations(x, coefficients, steps)
-    return direct_iterations(x, coefficients, steps)
+        return gram_iterations(x, coefficients, steps, implementation=implementation)
+    return direct_iterations(x, coefficients, steps, implementation)
 
 
 def direct_iterations(
-    x: jax.Array, coefficients: jax.Array, steps: int | jax.Array
+    x: jax.Array,
+    coefficients: jax.Array,
+    steps: int | jax.Array,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """``X <- a X + (b A + c A^2) X`` with ``A = X Xᴴ``, once per step."""
+    chain = functools.partial(kernels.direct_chain, implementation=implementation)
     if coefficients.ndim == 2:
-        return kernels.direct_chain(x, coefficients)
+        return chain(x, coefficients)
     row = coefficients[None]
-    return jax.lax.fori_loop(0, steps, lambda _, x: kernels.direct_chain(x, row), x)
+    return jax.lax.fori_loop(0, steps, lambda _, x: chain(x, row), x)
 
 
 def normalize(

@@ -1,17 +1,21 @@
 """Runs a function of matrices on their owners: exchange, compute, exchange back."""
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from dmuon_jax.exchange import from_owners, to_owners
-from dmuon_jax.matrices import Leaf, Piece, Spec
+from dmuon_jax.matrices import Leaf, Piece
 from dmuon_jax.planning.plan import Bucket, Plan
+from dmuon_jax.shardings import partition_spec
 
-MatrixFn = Callable[[jax.Array, Bucket], jax.Array]
-"""``[batch, s, l] -> [batch, s, l]``, each matrix on its own, zeros to zeros."""
+MatrixFn = Callable[[jax.Array, Bucket, Any], jax.Array]
+"""``([batch, s, l], bucket, operands) -> [batch, s, l]``: each matrix on its own, zeros to
+zeros."""
 
 
 def map_owners(
@@ -19,6 +23,7 @@ def map_owners(
     arrays: Sequence[jax.Array],
     plan: Plan,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
+    operands: Any = None,
 ) -> list[jax.Array]:
     """Applies ``fn`` to every matrix of every leaf, each on its owner.
 
@@ -27,31 +32,34 @@ def map_owners(
       arrays: one per ``plan.leaves``, float32 or wider, in the momentum's sharding.
       plan: the plan.
       mesh: the mesh that carries them; None where there is only one device.
+      operands: a tree of replicated arrays that ``fn`` gets as its last argument.
 
     Returns:
       One array per leaf, in the parameter's sharding and the dtype of its input.
     """
 
-    def body(*blocks):
-        return tuple(owner_step(fn, blocks, plan))
+    def body(operands, *blocks):
+        bound = functools.partial(call_last, fn, operands)
+        return tuple(owner_step(bound, blocks, plan))
 
     if mesh is None:
-        return list(body(*arrays))
+        return list(body(operands, *arrays))
     specs_in = tuple(partition_spec(x.leaf.spec_in) for x in plan.layouts)
     specs_out = tuple(partition_spec(x.leaf.spec_out) for x in plan.layouts)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs_in, out_specs=specs_out)
-    return list(mapped(*arrays))
-
-
-def partition_spec(spec: Spec) -> PartitionSpec:
-    """A spec of ours as JAX writes it: ``P('x', None)``, not ``P(('x',), ())``."""
-    return PartitionSpec(
-        *(None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(PartitionSpec(), *specs_in), out_specs=specs_out
     )
+    return list(mapped(operands, *arrays))
+
+
+def call_last(fn: MatrixFn, operands: Any, x: jax.Array, bucket: Bucket) -> jax.Array:
+    return fn(x, bucket, operands)
 
 
 def owner_step(
-    fn: MatrixFn, blocks: Sequence[jax.Array], plan: Plan
+    fn: Callable[[jax.Array, Bucket], jax.Array],
+    blocks: Sequence[jax.Array],
+    plan: Plan,
 ) -> list[jax.Array]:
     """What one device does with its blocks."""
     parcels = []
@@ -87,7 +95,10 @@ def group_leaf(plan: Plan, group: int) -> Leaf:
 
 
 def run_bucket(
-    fn: MatrixFn, bucket: Bucket, plan: Plan, stacks: Sequence[jax.Array]
+    fn: Callable[[jax.Array, Bucket], jax.Array],
+    bucket: Bucket,
+    plan: Plan,
+    stacks: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """``fn`` on the matrices of a bucket that this device computes; EMPTY ones are zero.
 

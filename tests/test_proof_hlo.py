@@ -85,11 +85,12 @@ def test_replica_groups_with_device_order():
     )
     item = parse_instruction(line)
     assert replica_groups(item.attributes, 4) == ((3, 2), (1, 0))
-    attributes = {
-        "replica_groups": "mesh['a'=2,'b'=2]",
-        "device_ids": "([2,2]<=[2,2]T(1,0)) {'b'}",
-    }
-    assert replica_groups(attributes, 4) == ((0, 2), (1, 3))
+    for order in ("[2,2]<=[2,2]T(1,0)", "[2,2]T(1,0)"):
+        attributes = {
+            "replica_groups": "mesh['a'=2,'b'=2]",
+            "device_ids": f"({order}) {{'b'}}",
+        }
+        assert replica_groups(attributes, 4) == ((0, 2), (1, 3))
     with pytest.raises(ValueError, match="must name axes of its mesh"):
         replica_groups({"replica_groups": "mesh['a'=2] {'c'}"}, 2)
 
@@ -156,6 +157,20 @@ def test_library_matmuls_without_dimension_numbers():
         'custom_call_target="__onednn$matmul"',
     )
     assert dot_flops(module(lines)).total == 2 * 3 * 64 * 16 * 32
+
+
+def test_library_matmuls_with_dimension_numbers():
+    config = (
+        '{"gemm_backend_config":{"dot_dimension_numbers":{'
+        '"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["1"]}}}'
+    )
+    lines = (
+        "%x = f16[32,64] constant({...})",
+        "%y = f16[16,32] constant({...})",
+        "ROOT %m = (f16[64,16], s8[4096]) custom-call(%x, %y), "
+        f'custom_call_target="__cublas$gemm", backend_config={config}',
+    )
+    assert dot_flops(module(lines)).total == 2 * 64 * 16 * 32
 
 
 def test_convolution_counts_no_padding():

@@ -4,14 +4,21 @@ from dmuon_jax.kernels.api import (
     direct_chain,
     gram,
     matmul,
+    pad_multiple,
     polynomial_chain,
     symmetric_matmul,
 )
+from dmuon_jax.kernels.select import Choice, Problem, Verdicts, choose
 
 __all__ = [
+    "Choice",
+    "Problem",
+    "Verdicts",
+    "choose",
     "direct_chain",
     "gram",
     "matmul",
+    "pad_multiple",
     "polynomial_chain",
     "symmetric_matmul",
 ]

@@ -1,27 +1,29 @@
 """The functions the rest of the package calls, and the checks of their arguments."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from dmuon_jax.kernels import xla
+from dmuon_jax.kernels import chains, dispatch, xla
+from dmuon_jax.kernels.select import Implementation, Problem, choose
 from dmuon_jax.kernels.xla import matmul
 
 __all__ = [
     "direct_chain",
     "gram",
     "matmul",
+    "pad_multiple",
     "polynomial_chain",
     "symmetric_matmul",
 ]
-
-IMPLEMENTATIONS = ("xla",)
 
 
 def gram(
     x: jax.Array,
     *,
     valid: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """`x @ x^H`, batched, summed in fp32 at least and rounded to the dtype of *x*.
 
@@ -30,8 +32,10 @@ def gram(
       valid: Run-time bool flags of shape `x.shape[:-2]`; the other slots give zeros,
         and Pallas kernels do not read or compute them. None: all are valid.
       implementation: None (the fastest known for this device, shape and dtype), "xla",
-        "pallas" (the better Pallas kernel for the device), "pallas_triton" or
-        "pallas_mosaic_sm90".
+        "pallas" (the better Pallas kernel for the device), "pallas_triton",
+        "pallas_mosaic_sm90", "pallas_triton_interpret" (for tests: any device, in
+        Pallas' interpreter, and in `jax.shard_map` only with check_vma=False), or the
+        measured `Verdicts` to choose by.
 
     Returns:
       `[..., s, s]`, in the dtype of *x*.
@@ -43,8 +47,8 @@ def gram(
     """
     _check_matrices("x", x)
     _check_valid(valid, x.shape[:-2])
-    _check_implementation(implementation)
-    return xla.gram(x, valid)
+    choice = choose(Problem.of("gram", x), implementation)
+    return dispatch.run(choice, implementation, dispatch.gram, xla.gram, x, valid)
 
 
 def symmetric_matmul(
@@ -54,7 +58,7 @@ def symmetric_matmul(
     coefficients: jax.Array,
     *,
     valid: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """`alpha * a @ b + beta * c + gamma * I`, for a result known to be symmetric.
 
@@ -85,8 +89,15 @@ def symmetric_matmul(
             )
     _check_coefficients(coefficients, (3,))
     _check_valid(valid, a.shape[:-2])
-    _check_implementation(implementation)
-    return xla.symmetric_matmul(a, b, c, coefficients, valid)
+    choice = choose(Problem.of("symmetric_matmul", a), implementation)
+    operands = (a, b, c, coefficients, valid)
+    return dispatch.run(
+        choice,
+        implementation,
+        dispatch.symmetric_matmul,
+        xla.symmetric_matmul,
+        *operands,
+    )
 
 
 def polynomial_chain(
@@ -94,7 +105,7 @@ def polynomial_chain(
     coefficients: jax.Array,
     *,
     valid: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """`Q` after all steps of the Gram iteration, from `Q = I` and the Gram matrix *r*.
 
@@ -115,8 +126,16 @@ def polynomial_chain(
     _check_matrices("r", r, square=True)
     _check_coefficients(coefficients, (coefficients.shape[0], 3))
     _check_valid(valid, r.shape[:-2])
-    _check_implementation(implementation)
-    return xla.polynomial_chain(r, coefficients, valid)
+
+    def composed(r, coefficients, valid, implementation="xla"):
+        product = functools.partial(
+            symmetric_matmul, valid=valid, implementation=implementation
+        )
+        return xla.keep_valid(chains.polynomial_chain(r, coefficients, product), valid)
+
+    return _chain(
+        "polynomial_chain", composed, implementation, r, coefficients, valid
+    )
 
 
 def direct_chain(
@@ -124,7 +143,7 @@ def direct_chain(
     coefficients: jax.Array,
     *,
     valid: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """*x* after all steps of the direct iteration, `X <- a X + (b A + c A^2) X`.
 
@@ -143,8 +162,49 @@ def direct_chain(
     _check_matrices("x", x)
     _check_coefficients(coefficients, (coefficients.shape[0], 3))
     _check_valid(valid, x.shape[:-2])
-    _check_implementation(implementation)
-    return xla.direct_chain(x, coefficients, valid)
+
+    def composed(x, coefficients, valid, implementation="xla"):
+        given = {"valid": valid, "implementation": implementation}
+        result = chains.direct_chain(
+            x,
+            coefficients,
+            functools.partial(gram, **given),
+            functools.partial(symmetric_matmul, **given),
+        )
+        return xla.keep_valid(result, valid)
+
+    return _chain("direct_chain", composed, implementation, x, coefficients, valid)
+
+
+def _chain(name, composed, implementation, x, coefficients, valid):
+    """The on-chip kernel *name* where it is chosen, else the *composed* products."""
+    choice = choose(Problem.of(name, x), implementation)
+    if choice.implementation == "composed":
+        return composed(x, coefficients, valid, implementation)
+    kernel = functools.partial(dispatch.chain, name=name)
+    return dispatch.run(
+        choice, implementation, kernel, composed, x, coefficients, valid
+    )
+
+
+def pad_multiple(
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    *,
+    implementation: Implementation = None,
+) -> int:
+    """What to zero-pad both sides of `[..., s, l]` to, once, before many products.
+
+    The products pad, and cut, by themselves where an operand has other sizes; with
+    sizes that are multiples of this they need not. 1 where nothing is gained.
+
+    Raises:
+      ValueError, NotImplementedError: As for `gram`.
+    """
+    kernels = ("gram", "symmetric_matmul")
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    configs = [choose(Problem.of(each, x), implementation).config for each in kernels]
+    return max(1 if config is None else config.rows for config in configs)
 
 
 def _check_matrices(name: str, x: jax.Array, square: bool = False) -> None:
@@ -174,13 +234,3 @@ def _check_valid(valid: jax.Array | None, batch: tuple[int, ...]) -> None:
         raise ValueError(
             f"valid must have the batch shape {batch}, got {valid.shape}"
         )
-
-
-def _check_implementation(implementation: str | None) -> None:
-    names = ("xla", "pallas", "pallas_triton", "pallas_mosaic_sm90")
-    if implementation is not None and implementation not in names:
-        raise ValueError(
-            f"implementation must be None or one of {names}, got {implementation!r}"
-        )
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise NotImplementedError(f"implementation {implementation!r} is not available")

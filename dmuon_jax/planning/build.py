@@ -70,6 +70,7 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         cost=settings.cost,
         methods=allowed_methods(settings),
         bandwidths=settings.bandwidths,
+        pad_below_us=MIN_BRANCH_US[settings.platform],
     )
     solution = solve(problem)
     groups = tuple(

@@ -185,3 +185,45 @@ def device_named(name: str) -> Device:
         known = ", ".join(sorted(DEVICES))
         raise ValueError(f"device must be one of {known}, got {name!r}")
     return DEVICES[key]
+
+
+# What JAX calls a device kind, in lower case, and its entry here: the first that matches.
+KINDS = (
+    ("v6", "tpu-v6e"),
+    ("v5 lite", "tpu-v5e"),
+    ("v5e", "tpu-v5e"),
+    ("v5", "tpu-v5p"),
+    ("b200", "b200"),
+    ("h200", "h200"),
+    ("h100", "h100"),
+    ("h800", "h100"),
+    ("a800", "a800"),
+    ("a100", "a100"),
+)
+
+FALLBACK = {"gpu": "a100", "tpu": "tpu-v5e"}
+
+
+def device_of_kind(platform: str, kind: str) -> Device:
+    """The entry nearest to a device that JAX calls `kind`; by `platform` if none is."""
+    name = next((name for part, name in KINDS if part in kind.lower()), None)
+    if platform in FALLBACK:
+        return DEVICES[name or FALLBACK[platform]]
+    return CPU
+
+
+def axis_bandwidths(
+    device: Device, mesh: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, float], ...]:
+    """Bytes per microsecond along each mesh axis.
+
+    The last axes, as long as their product fits a node, are taken to lie within one; the
+    others to cross nodes.
+    """
+    found, inside = [], 1
+    for name, size in reversed(mesh):
+        inside *= size
+        crosses = inside > device.devices_per_node
+        bandwidth = device.inter_bandwidth if crosses else device.intra_bandwidth
+        found.append((name, bandwidth * device.link_efficiency / 1e6))
+    return tuple(reversed(found))

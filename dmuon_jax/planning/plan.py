@@ -178,7 +178,11 @@ def check_group(plan: Plan, group: Group) -> None:
         raise ValueError(f"the leaves of a group must share one layout, got {paths}")
     core = sum(x.core for x in layouts)
     owners = layouts[0].layout.num_owners
-    if len(group.counts) != owners or sum(group.counts) != core or min(group.counts) < 0:
+    if (
+        len(group.counts) != owners
+        or sum(group.counts) != core
+        or min(group.counts) < 0
+    ):
         raise ValueError(
             f"counts must place {core} parcels on {owners} owners, got {group.counts} "
             f"for {paths}"
@@ -189,13 +193,17 @@ def check_bucket(plan: Plan, bucket: Bucket) -> None:
     where = f"in the bucket of {bucket.shape}"
     check_dtype("compute_dtype", bucket.compute_dtype)
     if bucket.method not in ("direct", "gram"):
-        raise ValueError(f"method must be direct or gram, got {bucket.method!r} {where}")
+        raise ValueError(
+            f"method must be direct or gram, got {bucket.method!r} {where}"
+        )
     layouts = [plan.group_layout(plan.groups[m.group]) for m in bucket.members]
     for member, layout in zip(bucket.members, layouts, strict=True):
         leaf = plan.leaves[plan.groups[member.group].leaves[0]]
         shape = oriented(leaf.matrix_shapes[member.piece])
         if shape != bucket.shape:
-            raise ValueError(f"members must have the bucket's shape, got {shape} {where}")
+            raise ValueError(
+                f"members must have the bucket's shape, got {shape} {where}"
+            )
         if (layout.varying, layout.dtype) != (layouts[0].varying, layouts[0].dtype):
             raise ValueError(f"members must share dtype and varying axes {where}")
     varying = layouts[0].varying
@@ -204,7 +212,9 @@ def check_bucket(plan: Plan, bucket: Bucket) -> None:
     for device in range(plan.mesh.num_devices):
         place = plan.mesh.coordinates(device)
         branch = bucket.branches[bucket.branch_of[plan.mesh.index(place, varying)]]
-        for member, layout, computed in zip(bucket.members, layouts, branch, strict=True):
+        for member, layout, computed in zip(
+            bucket.members, layouts, branch, strict=True
+        ):
             group = plan.groups[member.group]
             count = group.counts[plan.mesh.index(place, layout.free)]
             if not count <= computed <= group.slots:
@@ -216,7 +226,9 @@ def check_bucket(plan: Plan, bucket: Bucket) -> None:
 
 def check_dtype(name: str, dtype: str) -> None:
     if dtype not in report.ITEMSIZE:
-        raise ValueError(f"{name} must be one of {sorted(report.ITEMSIZE)}, got {dtype!r}")
+        raise ValueError(
+            f"{name} must be one of {sorted(report.ITEMSIZE)}, got {dtype!r}"
+        )
 
 
 def plan_from_json(text: str) -> Plan:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 import jax
 
 from dmuon_jax.planning.devices import Device, device_named
+from dmuon_jax.planning.plan import Plan
 from dmuon_jax.proof.collective import Collective, collectives
+from dmuon_jax.proof.expected import expect
 from dmuon_jax.proof.flops import Flops, dot_flops
 from dmuon_jax.proof.hlo import Module, parse
 from dmuon_jax.proof.report import table
@@ -49,6 +51,7 @@ class Audit:
       scope_flops: matmul FLOPs of the operations in `scope`.
       scope_mean_flops: the same with the given weights of branches.
       ideal_flops: FLOPs per device if no work were repeated, None if not told.
+      plan_bytes: bytes of the plan's exchange, None without a plan.
       memory: None where only text was given.
       timeline: None where no device was given.
     """
@@ -61,6 +64,7 @@ class Audit:
     scope_flops: float
     scope_mean_flops: float
     ideal_flops: float | None
+    plan_bytes: int | None
     memory: Memory | None
     timeline: Timeline | None
 
@@ -97,6 +101,18 @@ class Audit:
         return self.scope_mean_flops / self.ideal_flops
 
     @property
+    def scope_bytes(self) -> int:
+        """Bytes of the collectives in `scope`."""
+        return sum(item.run_bytes for item in self.in_scope(self.scope))
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """Bytes of the collectives in `scope` over those of the plan's exchange."""
+        if self.plan_bytes is None:
+            return None
+        return self.scope_bytes / max(self.plan_bytes, 1)
+
+    @property
     def step_us(self) -> float | None:
         """Model time of one run."""
         return None if self.timeline is None else self.timeline.step_us
@@ -123,7 +139,7 @@ class Audit:
         redundancy: float | None = None,
         collectives_in_loops: int | None = 0,
         exposed_fraction: float | None = None,
-        collective_bytes: float | None = None,
+        bytes_ratio: float | None = None,
         synchronous: int | None = None,
     ) -> Audit:
         """Raise if the program does more than allowed; return the audit.
@@ -132,13 +148,15 @@ class Audit:
           redundancy: largest FLOPs in scope over `ideal_flops`.
           collectives_in_loops: most collectives inside loops.
           exposed_fraction: largest share of the step that compute waits.
-          collective_bytes: most bytes of all collectives on one device.
+          bytes_ratio: largest bytes of collectives in scope over the plan's exchange.
           synchronous: most collectives without a start and a done.
 
         Raises:
           AuditError: naming the operations that break a limit.
           ValueError: a limit was given on what this audit does not know.
         """
+        if redundancy is not None and not self.scope_flops:
+            raise ValueError(f"scope must hold matmuls, got none in {self.scope!r}")
         failures = [
             *over_ratio("redundancy", self.redundancy, redundancy, self.flop_offenders()),
             *over_count(
@@ -151,10 +169,10 @@ class Audit:
                 self.exposed_offenders(),
             ),
             *over_ratio(
-                "collective_bytes",
-                self.collective_bytes,
-                collective_bytes,
-                tuple(sorted(self.collectives, key=lambda c: -c.run_bytes)),
+                "bytes_ratio",
+                self.bytes_ratio,
+                bytes_ratio,
+                tuple(sorted(self.in_scope(self.scope), key=lambda c: -c.run_bytes)),
             ),
             *over_count("synchronous", self.synchronous, synchronous),
         ]
@@ -196,6 +214,7 @@ class Audit:
             "scope_flops": self.scope_flops,
             "ideal_flops": self.ideal_flops,
             "redundancy": self.redundancy,
+            "bytes_ratio": self.bytes_ratio,
             "peak_bytes": self.peak_bytes,
             "memory": None if self.memory is None else dataclasses.asdict(self.memory),
             "step_us": self.step_us,
@@ -227,8 +246,9 @@ def over_ratio(
     if most is None:
         return []
     if value is None:
-        needed = "ideal_flops or plan" if name == "redundancy" else "device"
-        raise ValueError(f"{name} needs an audit that was given {needed}")
+        needed = {"redundancy": "ideal_flops or plan", "bytes_ratio": "plan"}
+        given = needed.get(name, "device")
+        raise ValueError(f"{name} needs an audit that was given {given}")
     if value <= most:
         return []
     shown = [f"  {item}" for item in offenders[:10]]
@@ -259,6 +279,7 @@ def read_program(
 def audit(
     program: jax.stages.Compiled | jax.stages.Lowered | str,
     *,
+    plan: Plan | None = None,
     device: Device | str | None = None,
     scope: str = "",
     ideal_flops: float | None = None,
@@ -269,6 +290,8 @@ def audit(
 
     Args:
       program: ``jitted.lower(...)``, its ``.compile()``, or text of optimized HLO.
+      plan: of the update in the program; gives `ideal_flops` (of five steps),
+        `branch_weights` and the bytes of the exchange.
       device: an entry of `DEVICES` or its name, for the model of time.
       scope: part of ``op_name`` that marks the orthogonalization; the redundancy
         compares its FLOPs only. Empty means the whole program.
@@ -283,6 +306,11 @@ def audit(
     """
     module, memory = read_program(program)
     scoped = dot_flops(module, kernel_flops=kernel_flops, scope=scope)
+    weights = dict(branch_weights or {})
+    expected = None if plan is None else expect(plan)
+    if expected is not None:
+        ideal_flops = expected.ideal_flops if ideal_flops is None else ideal_flops
+        weights = {**expected.weights(scoped.conditionals), **weights}
     timeline = None
     if device is not None:
         device = device_named(device) if isinstance(device, str) else device
@@ -294,8 +322,9 @@ def audit(
         flops=dot_flops(module, kernel_flops=kernel_flops),
         scope=scope,
         scope_flops=scoped.total,
-        scope_mean_flops=scoped.with_branches(branch_weights or {}),
+        scope_mean_flops=scoped.with_branches(weights),
         ideal_flops=ideal_flops,
+        plan_bytes=None if expected is None else expected.exchange_bytes,
         memory=memory,
         timeline=timeline,
     )

@@ -152,6 +152,19 @@ def library_matmul(computation: Computation, item: Instruction) -> float:
     return 2.0 * out.size * length
 
 
+def fused_attention(computation: Computation, item: Instruction) -> float:
+    """FLOPs of cuDNN's fused attention on [batch, token, head, channel].
+
+    Forward multiplies twice, backward five times; a causal mask halves both.
+    """
+    query, key = array(computation, item, 0), array(computation, item, 1)
+    batch, queries, heads, channels = query.dims
+    masked = '"CAUSAL"' in item.attributes.get("backend_config", "")
+    products = 5 if "Backward" in item.custom_call_target else 2
+    area = queries * key.dims[1] * (0.5 if masked else 1.0)
+    return 2.0 * products * batch * heads * channels * area
+
+
 def stated_flops(item: Instruction) -> float | None:
     """FLOPs that the author of a custom kernel stated (``pl.CostEstimate``)."""
     match = re.search(
@@ -211,6 +224,8 @@ class Counter:
         target = item.custom_call_target
         if target.startswith(LIBRARY_MATMULS):
             return library_matmul(where, item)
+        if target.startswith("__cudnn$fmha"):
+            return fused_attention(where, item)
         inside = sum(self.computation(name) for name in item.all_called)
         if inside or not any(key in target.lower() for key in KERNELS):
             return inside

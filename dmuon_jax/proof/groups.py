@@ -3,7 +3,8 @@
 ``{{0,1},{2,3}}`` lists the groups; ``[2,4]<=[4,2]T(1,0)`` is the row-major iota of
 the second shape, transposed and reshaped to the first; ``mesh['a'=2,'b'=4] {'b'}``
 names mesh axes that a group spans, ``'b':(2)2`` being the part of size 2 of axis b
-that follows a part of size 2.
+that follows a part of size 2; ``, device_ids=([2,4]T(1,0))`` or a list may follow the
+mesh and order its devices.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 Groups = tuple[tuple[int, ...], ...]
 
 IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+ORDER = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 SUB_AXIS = re.compile(r"""^['"]?(?P<name>[^'":]*)['"]?(?::\((?P<pre>\d+)\)(?P<n>\d+))?$""")
 
 
@@ -35,6 +37,17 @@ def iota(text: str) -> np.ndarray | None:
     return ids.reshape(shape)
 
 
+def device_order(text: str, count: int) -> np.ndarray:
+    """Devices of a mesh in row-major order, as ``device_ids=`` gives them."""
+    rows, match = iota(text), ORDER.search(text)
+    if rows is not None:
+        return rows.reshape(-1)
+    if match is not None:
+        ids = np.arange(count).reshape(integers(match.group(1)))
+        return ids.transpose(integers(match.group(2))).reshape(-1)
+    return np.array(integers(text) or range(count))
+
+
 def mesh_groups(text: str, device_ids: str) -> Groups:
     """Groups of the form ``mesh['a'=2,'b'=4] {'b'}``."""
     axes_text, _, chosen_text = text[len("mesh[") :].partition("]")
@@ -43,10 +56,7 @@ def mesh_groups(text: str, device_ids: str) -> Groups:
     sizes = [int(size) for _, _, size in axes]
     chosen_text = chosen_text or device_ids
     chosen = chosen_text[chosen_text.rindex("{") + 1 : chosen_text.rindex("}")]
-    ids = iota(device_ids)
-    if ids is None:
-        listed = integers(device_ids[: device_ids.rfind("{")]) if device_ids else []
-        ids = np.array(listed or range(math.prod(sizes)))
+    ids = device_order(device_ids.partition("{")[0], math.prod(sizes))
     picked = []
     for item in filter(None, (part.strip() for part in chosen.split(","))):
         match = SUB_AXIS.match(item)
@@ -55,7 +65,7 @@ def mesh_groups(text: str, device_ids: str) -> Groups:
         axis = names.index(match.group("name"))
         pre = int(match.group("pre") or 1)
         picked.append((axis, pre, int(match.group("n") or sizes[axis])))
-    return grouped(ids.reshape(-1), sizes, picked)
+    return grouped(ids, sizes, picked)
 
 
 def grouped(ids: np.ndarray, sizes: list[int], picked: list[tuple[int, int, int]]) -> Groups:

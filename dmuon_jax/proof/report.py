@@ -71,6 +71,8 @@ def fact_rows(audit: Audit) -> list[tuple[str, ...]]:
     ]
     if audit.redundancy is not None:
         rows.append(("redundancy", f"{audit.redundancy:.3f}"))
+    if audit.bytes_ratio is not None:
+        rows.append(("bytes over the plan's", f"{audit.bytes_ratio:.3f}"))
     if audit.peak_bytes is not None:
         rows.append(("peak memory MiB / device", f"{audit.peak_bytes / MIB:.1f}"))
     if audit.timeline is not None:

@@ -54,7 +54,7 @@ def written_bytes(computation: Computation, item: Instruction) -> int:
     return total_bytes(item.type)
 
 
-def fusion_bytes(module: Module, where: Computation, item: Instruction) -> int:
+def fusion_bytes(module: Module, item: Instruction) -> int:
     """Bytes that a fusion reads and writes."""
     inner = module.computations[item.called("calls")[0]]
     moved = written_bytes(inner, inner.root)
@@ -66,8 +66,8 @@ def fusion_bytes(module: Module, where: Computation, item: Instruction) -> int:
 
 def memory_bytes(module: Module, where: Computation, item: Instruction) -> int:
     """Bytes read and written by one operation of computation `where`."""
-    if item.opcode == "fusion":
-        return fusion_bytes(module, where, item)
+    if item.opcode in ("fusion", "fusion-start"):
+        return fusion_bytes(module, item)
     if item.opcode in SLICES:
         return 2 * total_bytes(item.type)
     if item.opcode == "dynamic-update-slice":

@@ -1,0 +1,57 @@
+# make demo    trains with AdamW, optax.contrib.muon and dmuon (about 5 minutes)
+# make test    runs the tests
+# make bench   times the optimizers' updates
+# make check   checks the style
+#
+# Each makes its own environment in .venv first. PYTHON=python3.12 chooses the Python,
+# VENV=folder the environment, ARGS="..." is handed on to the program.
+
+VENV ?= .venv
+ARGS ?=
+export JAX_PLATFORMS = cpu
+
+in_venv = $(VENV)/bin/python
+install = $(in_venv) -m pip install --quiet --disable-pip-version-check
+
+# An environment that was made by another Python than the one named now is made again.
+ifdef PYTHON
+ifneq ($(PYTHON),$(shell cat $(VENV)/made-by 2>/dev/null))
+again = again
+endif
+endif
+
+.PHONY: demo test bench check environment clean again
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/has-demo
+	$(in_venv) -m dmuon_jax.demo $(ARGS)
+
+test: $(VENV)/has-test
+	$(in_venv) -m pytest -m "not slow and not cuda_compile" $(ARGS)
+
+bench: $(VENV)/has-demo
+	$(in_venv) bench/bench_update.py $(ARGS)
+
+check: $(VENV)/has-check
+	$(in_venv) -m ruff check dmuon_jax tests bench $(ARGS)
+
+environment: $(VENV)/has-test
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/made-by: $(again)
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(.ci/find-python) || exit 1; \
+	"$$python" -c "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))" \
+	|| { echo "PYTHON must name a Python >= 3.11 with venv, got $$python." >&2; exit 1; }; \
+	echo "Making $(VENV) with $$("$$python" --version) ($$python)"; \
+	"$$python" -m venv --clear $(VENV) && echo "$$python" > $@
+
+$(VENV)/has-demo $(VENV)/has-test: $(VENV)/has-%: $(VENV)/made-by pyproject.toml
+	@echo "Installing dmuon_jax and what its $* needs (a minute or two)"
+	@$(install) -e ".[$*]"
+	@touch $@
+
+$(VENV)/has-check: $(VENV)/made-by
+	@$(install) ruff
+	@touch $@

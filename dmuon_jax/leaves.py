@@ -1,0 +1,133 @@
+"""From arrays and their shardings to the leaves of a plan, and the settings of one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dmuon_jax.matrices import Leaf, MeshShape, normalize_axes
+from dmuon_jax.options import OwnerOptions, dtype_name
+from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
+from dmuon_jax.planning.cost import RooflineCost
+from dmuon_jax.planning.devices import axis_bandwidths, device_of_kind
+from dmuon_jax.routing import DimensionNumbers
+from dmuon_jax.shardings import (
+    AnyMesh,
+    Seen,
+    device_kind,
+    given_shardings,
+    lookup,
+    mesh_shape,
+    see,
+    spec_of,
+    zero_spec,
+)
+
+
+def see_one(x: Any, path: str, given) -> Seen:
+    """The sharding given for ``path``, else what the array shows."""
+    sharding = lookup(given, path)
+    if sharding is None:
+        return see(x, path)
+    see(x, path)  # refuses what no given sharding can make right
+    mesh = sharding.mesh if sharding.mesh.size > 1 else None
+    return Seen(mesh, spec_of(sharding.spec, np.ndim(x), path))
+
+
+def make_leaves(
+    arrays: Mapping[str, Any],
+    dims: Mapping[str, DimensionNumbers],
+    seen: Mapping[str, Seen],
+    mesh: AnyMesh | None,
+    momentum_shardings: Any,
+) -> list[Leaf]:
+    """Describes each array as a ``Leaf``.
+
+    Raises:
+      ValueError: every leaf that cannot be a matrix, all at once.
+      TypeError: every leaf that is not floating point, all at once.
+    """
+    given = given_shardings(momentum_shardings)
+    shape = mesh_shape(mesh)
+    leaves, errors = [], []
+    for path, x in arrays.items():
+        momentum = lookup(given, path)
+        try:
+            leaves.append(make_leaf(path, x, dims[path], seen[path], shape, momentum))
+        except (TypeError, ValueError) as error:
+            errors.append(error)
+    if errors:
+        raise type(errors[0])("\n".join(str(error) for error in errors))
+    return leaves
+
+
+def make_leaf(
+    path: str,
+    x: Any,
+    dim: DimensionNumbers,
+    seen: Seen,
+    mesh: MeshShape,
+    momentum: jax.sharding.NamedSharding | None,
+) -> Leaf:
+    """Describes one array."""
+    if dim is None:
+        raise ValueError(
+            f"a leaf updated by Muon must have dimension numbers, at {path}"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(
+            f"a leaf updated by Muon must be floating point, got {x.dtype} at {path}"
+        )
+    ndim = np.ndim(x)
+    reduction, output = normalize_axes(ndim, *dim, path=path)
+    # An array on one device beside others on a mesh is replicated when it joins them.
+    spec_out = seen.spec if seen.mesh is not None else ((),) * ndim
+    batch = [axis for axis in range(ndim) if axis not in reduction + output]
+    if momentum is not None:
+        spec_in = spec_of(momentum.spec, ndim, path)
+    elif any(spec_out) or mesh.num_devices == 1:
+        spec_in = spec_out
+    else:
+        spec_in = zero_spec(x.shape, batch, mesh)
+    return Leaf(
+        path=path,
+        shape=tuple(x.shape),
+        dtype=np.dtype(x.dtype).name,
+        reduction_axes=reduction,
+        output_axes=output,
+        spec_in=spec_in,
+        spec_out=spec_out,
+    )
+
+
+def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
+    """Planning settings for the devices of ``mesh``."""
+    shape = mesh_shape(mesh)
+    owner_axes = shape.names if options.owner_axes is None else options.owner_axes
+    unknown = sorted(set(owner_axes) - set(shape.names))
+    if unknown and mesh is not None:
+        raise ValueError(
+            f"owner_axes must be axes of the mesh {shape.names}, got {unknown}"
+        )
+    platform, kind = device_kind(mesh)
+    device = device_of_kind(platform, kind)
+    compute_dtype = dtype_name("compute_dtype", options.compute_dtype)
+    return Settings(
+        owner_axes=shape.ordered(owner_axes),
+        cost=RooflineCost(device, compute_dtype or COMPUTE_DTYPE[platform]),
+        platform=platform,
+        exchange_dtype=dtype_name("exchange_dtype", options.exchange_dtype),
+        compute_dtype=compute_dtype,
+        method=options.method,
+        bandwidths=axis_bandwidths(
+            device, tuple(zip(shape.names, shape.sizes, strict=True))
+        ),
+    )
+
+
+def name_some(paths: Sequence[str], most: int = 5) -> str:
+    """The first few of ``paths``."""
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(paths[:most]) + more

@@ -1,0 +1,117 @@
+"""Functions of matrices on trees: any function on owners, and orthogonalization as one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dmuon_jax.apply_plan import apply_plan, on_specs
+from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.find_plan import PlanFinder
+from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
+from dmuon_jax.options import OwnerOptions
+from dmuon_jax.owners import MatrixFn
+from dmuon_jax.planning.plan import Plan
+from dmuon_jax.routing import matrices_of
+
+
+def map_matrices(
+    fn: Callable[[jax.Array], jax.Array],
+    tree: Any,
+    plan: Plan | None = None,
+    *,
+    param_shardings: Any = None,
+    weight_dimension_numbers: Any = None,
+) -> Any:
+    """Applies ``fn`` to every matrix of ``tree``, each once, on its owner.
+
+    Args:
+      fn: ``[batch, s, l] -> [batch, s, l]`` with s <= l; must treat matrices one by one,
+        commute with transposition, and give zeros for zeros.
+      tree: arrays; leaves that are no matrices come back as they are.
+      plan: a plan for this tree; None makes one from the shardings that show.
+      param_shardings: as for ``dmuon``.
+      weight_dimension_numbers: as ``muon_weight_dimension_numbers`` of ``dmuon``.
+
+    Returns:
+      A tree like ``tree``: shapes, dtypes and shardings.
+
+    Raises:
+      ValueError: if a sharding is not known, or ``plan`` was made for something else.
+    """
+    options = OwnerOptions(plan=plan, param_shardings=param_shardings)
+    return map_tree(
+        lambda x, bucket, operands: fn(x), tree, options, weight_dimension_numbers
+    )
+
+
+def orthogonalize(
+    tree: Any,
+    *,
+    ns_coeffs: Any = JORDAN,
+    ns_steps: int = 5,
+    eps: float = 1e-8,
+    preconditioning: str = "frobenius",
+    weight_dimension_numbers: Any = None,
+    **options: Any,
+) -> Any:
+    """Nearly the orthogonal polar factor of every matrix of ``tree``.
+
+    Args:
+      tree: arrays; leaves that are no matrices come back as they are.
+      ns_coeffs: as for ``dmuon``.
+      ns_steps: as for ``dmuon``.
+      eps: as for ``dmuon``.
+      preconditioning: as for ``dmuon``.
+      weight_dimension_numbers: as ``muon_weight_dimension_numbers`` of ``dmuon``.
+      **options: ``plan``, ``param_shardings``, ``compute_dtype``, ``exchange_dtype``,
+        ``method``, ``implementation``, ``owner_axes``: as for ``dmuon``.
+
+    Returns:
+      A tree like ``tree``: shapes, dtypes and shardings.
+
+    Raises:
+      ValueError: wrong values, unknown shardings, or a plan for something else.
+    """
+    choices = OwnerOptions(**options)
+    if preconditioning not in PRECONDITIONINGS:
+        raise ValueError(
+            f"preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}"
+        )
+    if ns_steps < 1:
+        raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+    coefficients = jnp.asarray(resolve_coefficients(ns_coeffs, ns_steps))
+
+    def fn(x, bucket, coefficients):
+        return orthogonalize_batch(
+            x,
+            coefficients,
+            ns_steps,
+            method=bucket.method,
+            compute_dtype=bucket.compute_dtype,
+            eps=eps,
+            preconditioning=preconditioning,
+            implementation=choices.implementation,
+        )
+
+    return map_tree(fn, tree, choices, weight_dimension_numbers, coefficients)
+
+
+def map_tree(
+    fn: MatrixFn,
+    tree: Any,
+    options: OwnerOptions,
+    rule: Any,
+    operands: Any = None,
+) -> Any:
+    """``apply_plan`` on the leaves that ``rule`` calls matrices."""
+    arrays, dims = matrices_of(tree, rule)
+    found = PlanFinder(options).find(arrays, dims)
+    results = apply_plan(fn, on_specs(arrays, found, "in"), found, operands)
+
+    def pick(path, x):
+        name = jax.tree_util.keystr(path)
+        return results[name].astype(x.dtype) if name in results else x
+
+    return jax.tree_util.tree_map_with_path(pick, tree)

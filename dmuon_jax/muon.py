@@ -1,0 +1,174 @@
+"""``dmuon``: Muon for matrices, AdamW for the rest. Mirrors ``optax.contrib.muon``."""
+
+from typing import Any
+
+import jax
+import optax
+
+from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.planning.plan import Plan
+from dmuon_jax.planning.problem import Method
+from dmuon_jax.routing import Router
+from dmuon_jax.scaling import scale_by_matrix_shape
+from dmuon_jax.shardings import find_mesh, given_shardings, place_state, see
+from dmuon_jax.transform import by_path, check_number, scale_by_dmuon
+
+
+def dmuon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Any = JORDAN,
+    ns_steps: jax.typing.ArrayLike = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay_mask: Any = None,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: str = "frobenius",
+    adam_b1: jax.typing.ArrayLike = 0.9,
+    adam_b2: jax.typing.ArrayLike = 0.999,
+    adam_eps_root: jax.typing.ArrayLike = 0.0,
+    adam_weight_decay: jax.typing.ArrayLike = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: Any = None,
+    consistent_rms: jax.typing.ArrayLike | None = None,
+    plan: Plan | None = None,
+    param_shardings: Any = None,
+    momentum_shardings: Any = None,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+    exchange_dtype: jax.typing.DTypeLike | None = None,
+    method: Method | None = None,
+    implementation: str | None = None,
+    owner_axes: tuple[str, ...] | None = None,
+) -> optax.GradientTransformation:
+    """Muon whose Newton-Schulz iterations run once, each matrix on its owner device.
+
+    A drop-in superset of ``optax.contrib.muon``: arguments up to ``consistent_rms`` have
+    its names, defaults and meaning, and the state has its structure, so that a run can
+    change from one to the other.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from dmuon_jax import dmuon
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), dmuon(3e-3, weight_decay=0.1))
+      >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(params, state, params)
+      >>> updates["kernel"].shape
+      (4, 8)
+
+    Args:
+      learning_rate: a number or a schedule.
+      ns_coeffs: Newton-Schulz coefficients: a triple, a table of triples with a row for
+        each step, or a preset: "jordan" (the default), "you"; optax's "standard" and
+        "dion" name the same.
+      ns_steps: number of steps; ignored for a table.
+      beta: decay rate of the momentum, in [0, 1).
+      eps: added to the norm that divides each matrix, and in Adam's denominator.
+      weight_decay: multiplied with the learning rate only, added after the shape scale.
+      weight_decay_mask: a tree of bools (or a prefix, or a callable that gives one).
+      mu_dtype: dtype of the momentum and of Adam's first moment; None: the parameter's.
+      nesterov: whether to use Nesterov momentum (in both halves).
+      adaptive: whether to scale each leaf by its dual norm (arXiv 2409.20325), one sum
+        over the whole leaf as in optax.
+      preconditioning: what scales a matrix before the iteration: "frobenius", "spectral",
+        "aol" (arXiv 2512.04632) or "schatten" (arXiv 2506.10935).
+      adam_b1: decay rate of Adam's first moment.
+      adam_b2: decay rate of Adam's second moment.
+      adam_eps_root: added under Adam's root.
+      adam_weight_decay: weight decay of the Adam half.
+      adam_learning_rate: learning rate of the Adam half; None: ``learning_rate``.
+      muon_weight_dimension_numbers: which leaves go to Muon and which axes are reduction
+        and output: a ``MuonDimensionNumbers``, a tree of them (None sends a leaf to Adam),
+        a prefix of such a tree, or a callable from parameters to it. None: all leaves with
+        two dimensions. Axes not named are batch axes.
+      consistent_rms: c: scale updates by ``c * sqrt(max(fan_in, fan_out))``
+        (arXiv 2502.16982; 0.2 matches AdamW). None: ``sqrt(max(1, fan_out / fan_in))``.
+      plan: a ``Plan`` from ``plan_owners``. None: made at ``init``.
+      param_shardings: a tree of ``NamedSharding`` (or a prefix); needed where neither the
+        arrays nor their types tell, e.g. with ``inject_hyperparams`` on Auto axes.
+      momentum_shardings: likewise for the momentum. None: as the parameter; replicated
+        parameters have their momentum spread over the mesh (ZeRO) where it divides.
+      compute_dtype: dtype of the iteration. None: float32 on CPU, float16 on GPU, bfloat16
+        on TPU. Norms are taken in float32.
+      exchange_dtype: dtype in which blocks travel. None: as ``compute_dtype``'s default.
+      method: "direct" or "gram"; None: what the planner finds faster for each shape.
+      implementation: "xla", "pallas", or None for the fastest that runs here.
+      owner_axes: mesh axes over which owners are spread; along the others the iteration is
+        repeated. None: all.
+
+    Returns:
+      The ``GradientTransformation``.
+
+    Raises:
+      ValueError: wrong values; at ``init``: leaves that cannot be matrices, unknown
+        shardings on a mesh, a plan made for something else.
+      TypeError: arguments of a wrong kind.
+    """
+    ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
+    check_number("adam_b1", adam_b1, low=0.0, below=1.0)
+    check_number("adam_b2", adam_b2, low=0.0, below=1.0)
+    if adam_learning_rate is None:
+        adam_learning_rate = learning_rate
+    router = Router(muon_weight_dimension_numbers)
+    matrices = optax.chain(
+        scale_by_dmuon(
+            ns_coeffs,
+            ns_steps,
+            beta,
+            eps,
+            mu_dtype,
+            nesterov=nesterov,
+            adaptive=adaptive,
+            preconditioning=preconditioning,
+            weight_dimension_numbers=router.dimensions,
+            plan=plan,
+            param_shardings=param_shardings,
+            momentum_shardings=momentum_shardings,
+            compute_dtype=compute_dtype,
+            exchange_dtype=exchange_dtype,
+            method=method,
+            implementation=implementation,
+            owner_axes=owner_axes,
+        ),
+        scale_by_matrix_shape(router.dimensions, consistent_rms),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    others = optax.adamw(
+        learning_rate=adam_learning_rate,
+        b1=adam_b1,
+        b2=adam_b2,
+        eps=eps,
+        eps_root=adam_eps_root,
+        weight_decay=adam_weight_decay,
+        mu_dtype=mu_dtype,
+        nesterov=nesterov,
+    )
+    return on_mesh(
+        optax.partition({"muon": matrices, "adam": others}, router.labels),
+        param_shardings,
+    )
+
+
+def on_mesh(
+    tx: optax.GradientTransformation, param_shardings: Any
+) -> optax.GradientTransformation:
+    """``tx`` with its scalars on the parameters' mesh, and updates in the gradients' dtype."""
+
+    def init_fn(params):
+        state = tx.init(params)
+        mesh = find_mesh({path: see(x, path) for path, x in by_path(params).items()})
+        for sharding in given_shardings(param_shardings).values():
+            mesh = sharding.mesh if mesh is None and sharding.mesh.size > 1 else mesh
+        if isinstance(mesh, jax.sharding.Mesh):
+            return place_state(state, mesh, params)
+        return state
+
+    def update_fn(updates, state, params=None):
+        new, state = tx.update(updates, state, params)
+        return jax.tree.map(lambda x, g: x.astype(g.dtype), new, updates), state
+
+    return optax.GradientTransformation(init_fn, update_fn)

@@ -1,0 +1,78 @@
+"""Whether a given plan was made for the tree, mesh and options at hand."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dmuon_jax.matrices import normalize_axes
+from dmuon_jax.options import OwnerOptions, dtype_name
+from dmuon_jax.planning.plan import Plan
+from dmuon_jax.routing import DimensionNumbers
+from dmuon_jax.shardings import AnyMesh, Seen, mesh_shape
+
+
+def check_fits(
+    plan: Plan,
+    arrays: Mapping[str, Any],
+    dims: Mapping[str, DimensionNumbers],
+    seen: Mapping[str, Seen],
+    mesh: AnyMesh | None,
+) -> None:
+    """Raises ``ValueError`` with everything in which ``plan`` and tree differ."""
+    wrong = []
+    if mesh_shape(mesh) != plan.mesh and plan.mesh.num_devices > 1:
+        wrong.append(f"the plan's mesh is {plan.mesh}, the arrays' {mesh_shape(mesh)}")
+    planned = {leaf.path: leaf for leaf in plan.leaves}
+    for path in sorted(set(planned) - set(arrays)):
+        wrong.append(f"the plan has a leaf that the tree lacks, at {path}")
+    for path, x in arrays.items():
+        if path not in planned:
+            wrong.append(f"the tree has a leaf that the plan lacks, at {path}")
+            continue
+        leaf, shape = planned[path], tuple(np.shape(x))
+        if leaf.shape != shape:
+            wrong.append(
+                f"the plan has shape {leaf.shape}, the tree {shape}, at {path}"
+            )
+            continue
+        axes = normalize_axes(len(shape), *dims[path], path=path)
+        if axes != (leaf.reduction_axes, leaf.output_axes):
+            wrong.append(f"the plan has other matrix axes than {axes}, at {path}")
+        spec = seen[path].spec
+        if seen[path].mesh is not None and spec is not None and spec != leaf.spec_out:
+            wrong.append(
+                f"the plan has spec {leaf.spec_out}, the tree {spec}, at {path}"
+            )
+    if wrong:
+        raise ValueError(
+            "plan must be made for this tree and mesh:\n" + "\n".join(wrong)
+        )
+
+
+def check_agrees(plan: Plan, options: OwnerOptions) -> None:
+    """Raises ``ValueError`` if an option contradicts a plan that was made without it."""
+    named = {
+        "compute_dtype": (
+            dtype_name("compute_dtype", options.compute_dtype),
+            {bucket.compute_dtype for bucket in plan.buckets},
+        ),
+        "exchange_dtype": (
+            dtype_name("exchange_dtype", options.exchange_dtype),
+            {group.exchange_dtype for group in plan.groups},
+        ),
+        "method": (options.method, {bucket.method for bucket in plan.buckets}),
+        "owner_axes": (
+            None
+            if options.owner_axes is None
+            else plan.mesh.ordered(options.owner_axes),
+            {plan.owner_axes},
+        ),
+    }
+    wrong = [
+        f"{name}={value!r} but the plan was made with {sorted(map(str, planned))}"
+        for name, (value, planned) in named.items()
+        if value is not None and planned - {value}
+    ]
+    if wrong:
+        raise ValueError("options must agree with plan=: " + "; ".join(wrong))

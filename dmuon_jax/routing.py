@@ -1,0 +1,88 @@
+"""Which leaves go to Muon, and which of their axes make a matrix."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+DimensionNumbers = MuonDimensionNumbers | None
+
+
+def is_dimension(x: Any) -> bool:
+    """Whether ``x`` stands for one entry of a tree of dimension numbers."""
+    return x is None or isinstance(x, MuonDimensionNumbers | optax.MaskedNode)
+
+
+def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
+    """Dimension numbers of each leaf of ``params``; None sends a leaf to Adam.
+
+    Args:
+      rule: as ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``: None (leaves with
+        two dimensions are matrices), one ``MuonDimensionNumbers``, a tree of them (a prefix
+        of ``params``), or a callable that returns such a tree.
+      params: arrays or shapes.
+
+    Raises:
+      ValueError: if the tree is not a prefix of ``params``.
+      TypeError: if an entry is no ``MuonDimensionNumbers`` or None.
+    """
+    leaves = jax.tree.leaves(params)
+    if rule is None:
+        return [MuonDimensionNumbers() if np.ndim(x) == 2 else None for x in leaves]
+    tree = rule(params) if callable(rule) else rule
+    found: list[DimensionNumbers] = []
+
+    def fill(path, entry, subtree):
+        if not is_dimension(entry):
+            raise TypeError(
+                "dimension numbers must be MuonDimensionNumbers or None, got "
+                f"{type(entry).__name__} at {jax.tree_util.keystr(path)}"
+            )
+        found.extend([entry] * len(jax.tree.leaves(subtree)))
+
+    jax.tree_util.tree_map_with_path(fill, tree, params, is_leaf=is_dimension)
+    return found
+
+
+class Router:
+    """A rule decided on whole trees, for transforms that see parts of them.
+
+    Inside ``optax.partition`` the leaves of the other half are masked away; a rule that
+    looks at what lies beside a leaf could decide otherwise there. ``labels`` meets the
+    whole tree, at every ``init`` and ``update``, before ``dimensions`` meets a part of it.
+    """
+
+    def __init__(self, rule: Any):
+        self.rule = rule
+        self.decided: dict[str, DimensionNumbers] = {}
+
+    def labels(self, params: Any) -> Any:
+        """``"muon"`` or ``"adam"`` for each leaf of a whole tree."""
+        dims = leaf_dimensions(self.rule, params)
+        items = jax.tree_util.tree_leaves_with_path(params)
+        self.decided = {
+            jax.tree_util.keystr(path): dim
+            for (path, _), dim in zip(items, dims, strict=True)
+        }
+        labels = ["adam" if dim is None else "muon" for dim in dims]
+        return jax.tree.structure(params).unflatten(labels)
+
+    def dimensions(self, part: Any) -> Any:
+        """Dimension numbers of a part of the tree that ``labels`` met last."""
+        items = jax.tree_util.tree_leaves_with_path(part)
+        dims = [self.decided[jax.tree_util.keystr(path)] for path, _ in items]
+        return jax.tree.structure(part).unflatten(dims)
+
+
+def matrices_of(tree: Any, rule: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves that ``rule`` calls matrices, and their dimension numbers, by path."""
+    dims = leaf_dimensions(rule, tree)
+    items = jax.tree_util.tree_leaves_with_path(tree)
+    arrays, numbers = {}, {}
+    for (path, x), dim in zip(items, dims, strict=True):
+        if dim is not None:
+            name = jax.tree_util.keystr(path)
+            arrays[name], numbers[name] = x, dim
+    return arrays, numbers

@@ -1,0 +1,286 @@
+"""Where shardings come from, and how arrays are brought to one.
+
+Order: given by the caller; the arrays' own ``NamedSharding``; their types on Explicit axes.
+In a trace over Auto axes an array shows its mesh but not its spec; that is reported as
+unknown, never guessed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from dmuon_jax.matrices import Axes, MeshShape, Spec
+
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What an array tells of its sharding.
+
+    Attributes:
+      mesh: its mesh; None where it lives on one device.
+      spec: mesh axes of each dimension; None where a trace hides it.
+    """
+
+    mesh: AnyMesh | None
+    spec: Spec | None
+
+
+def see(x: Any, path: str) -> Seen:
+    """Reads the sharding of an array, a tracer or a ``ShapeDtypeStruct``.
+
+    Raises:
+      ValueError: if the array is spread over devices without a ``NamedSharding``.
+      NotImplementedError: inside a ``shard_map``, where an array is one device's own.
+    """
+    nothing = Seen(None, ((),) * np.ndim(x))
+    if isinstance(x, jax.core.Tracer):
+        return see_type(x, path)
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or x.sharding is None:
+        return nothing
+    if isinstance(x.sharding, NamedSharding):
+        spec = spec_of(x.sharding.spec, len(x.shape), path)
+        return Seen(x.sharding.mesh if x.sharding.mesh.size > 1 else None, spec)
+    if len(x.sharding.device_set) == 1:
+        return nothing
+    raise ValueError(
+        "an array on several devices must have a NamedSharding, got "
+        f"{x.sharding} at {path}"
+    )
+
+
+def see_type(x: jax.core.Tracer, path: str) -> Seen:
+    """Reads a tracer's type."""
+    kind = jax.typeof(x)
+    mesh = kind.sharding.mesh
+    if mesh.empty or mesh.size == 1:
+        return Seen(None, ((),) * x.ndim)
+    axes = [
+        (name, axis)
+        for name, size, axis in zip(
+            mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+        )
+        if size > 1
+    ]
+    manual = [name for name, axis in axes if axis == AxisType.Manual]
+    if manual:
+        raise NotImplementedError(
+            "the update must be called outside shard_map, on whole arrays, got an array "
+            f"of one device along {manual} at {path}"
+        )
+    hidden = any(axis != AxisType.Explicit for _, axis in axes)
+    spec = None if hidden else spec_of(kind.sharding.spec, x.ndim, path)
+    return Seen(mesh, spec)
+
+
+def spec_of(spec: PartitionSpec, ndim: int, path: str) -> Spec:
+    """A ``PartitionSpec`` as mesh axes of each of ``ndim`` dimensions.
+
+    Raises:
+      ValueError: if it has more entries than dimensions, or an unconstrained one.
+    """
+    entries = []
+    for entry in spec:
+        if entry is PartitionSpec.UNCONSTRAINED:
+            raise ValueError(f"a spec must name its axes, got {spec} at {path}")
+        if entry is None:
+            entries.append(())
+        else:
+            entries.append((entry,) if isinstance(entry, str) else tuple(entry))
+    if len(entries) > ndim:
+        raise ValueError(
+            f"a spec must have at most {ndim} entries, got {spec} at {path}"
+        )
+    return tuple(entries) + ((),) * (ndim - len(entries))
+
+
+def find_mesh(seen: Mapping[str, Seen]) -> AnyMesh | None:
+    """The one mesh of all arrays; None if every array lives on one device.
+
+    Raises:
+      ValueError: if two arrays lie on different meshes.
+    """
+    found: AnyMesh | None = None
+    where = ""
+    for path, item in seen.items():
+        if item.mesh is None:
+            continue
+        if found is None:
+            found, where = item.mesh, path
+        elif mesh_shape(found) != mesh_shape(item.mesh):
+            raise ValueError(
+                f"all leaves must lie on one mesh, got {mesh_shape(found)} at {where} and "
+                f"{mesh_shape(item.mesh)} at {path}"
+            )
+    return found
+
+
+def mesh_shape(mesh: AnyMesh | None) -> MeshShape:
+    """Names and sizes of the axes; no axes for one device."""
+    if mesh is None:
+        return MeshShape((), ())
+    return MeshShape(
+        tuple(mesh.axis_names), tuple(mesh.shape[n] for n in mesh.axis_names)
+    )
+
+
+def device_kind(mesh: AnyMesh | None) -> tuple[str, str]:
+    """Platform ("cpu", "gpu" or "tpu") and kind of the mesh's devices.
+
+    Where the mesh does not tell, those of the default device.
+    """
+    if isinstance(mesh, jax.sharding.Mesh):
+        device = mesh.devices.flat[0]
+        platform, kind = device.platform, device.device_kind
+    elif mesh is not None and mesh.abstract_device is not None:
+        platform = mesh.abstract_device.platform
+        kind = mesh.abstract_device.device_kind
+    else:
+        device = jax.local_devices()[0]
+        platform, kind = device.platform, device.device_kind
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), kind
+
+
+def given_shardings(tree: Any) -> dict[str, NamedSharding]:
+    """The leaves of a tree of ``NamedSharding`` by path.
+
+    Raises:
+      TypeError: if a leaf is something else.
+    """
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        if not isinstance(leaf, NamedSharding):
+            raise TypeError(
+                f"shardings must be a tree of NamedSharding, got {type(leaf).__name__} "
+                f"at {name or 'its root'}"
+            )
+        found[name] = leaf
+    return found
+
+
+def lookup(given: Mapping[str, NamedSharding], path: str) -> NamedSharding | None:
+    """The sharding given for ``path`` or for the subtree that it is in."""
+    best = None
+    for prefix in given:
+        inside = (
+            path == prefix
+            or not prefix
+            or path.startswith((prefix + "[", prefix + "."))
+        )
+        if inside and (best is None or len(prefix) > len(best)):
+            best = prefix
+    return None if best is None else given[best]
+
+
+def zero_spec(shape: Sequence[int], batch_axes: Sequence[int], mesh: MeshShape) -> Spec:
+    """A spec that spreads a replicated array over the whole mesh, as far as it divides.
+
+    A batch dimension first (its parcels are then whole), then the longest dimension; if
+    none divides by all devices, axis by axis.
+    """
+    names = tuple(name for name in mesh.names if mesh.size((name,)) > 1)
+    dims = sorted(range(len(shape)), key=lambda d: (d not in batch_axes, -shape[d]))
+    for dim in dims:
+        if shape[dim] % mesh.num_devices == 0:
+            return tuple(names if d == dim else () for d in range(len(shape)))
+    cut: list[Axes] = [() for _ in shape]
+    for name in names:
+        for dim in dims:
+            if shape[dim] % mesh.size((*cut[dim], name)) == 0:
+                cut[dim] = (*cut[dim], name)
+                break
+    return tuple(cut)
+
+
+def constrain(x: jax.Array, mesh: AnyMesh | None, spec: PartitionSpec) -> jax.Array:
+    """``x`` with the sharding ``spec``: resharded on Explicit axes, constrained on Auto."""
+    if mesh is None:
+        return x
+    explicit = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    if explicit:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, restrict(spec, explicit)))
+    if len(explicit) < len(mesh.axis_names):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return x
+
+
+def restrict(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
+    """``spec`` with only the axes in ``names``."""
+    kept = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        axes = tuple(axis for axis in axes if axis in names)
+        kept.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return PartitionSpec(*kept)
+
+
+def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
+    """Puts every array of ``state`` that is not on ``mesh`` there, replicated.
+
+    A counter left on one device makes the second call of a jitted step compile again. So
+    does a spec that is spelled otherwise than jit spells its results: on Explicit axes
+    with an entry for each dimension; on Auto axes without trailing None, except where it
+    equals that of jit's first argument, whose spelling is kept. Specs of the state are
+    respelled accordingly; those of the parameters are the caller's.
+
+    Works in several processes without communication; each must hold the same values.
+
+    Args:
+      state: an optimizer state (any tree).
+      mesh: the mesh of the parameters.
+      params: the parameters, if they are the first argument of the step.
+
+    Returns:
+      The same tree; no array that lies on the mesh already is moved.
+    """
+    explicit = AxisType.Explicit in mesh.axis_types
+    kept: dict[Spec, PartitionSpec] = {}
+    for x in jax.tree.leaves(params)[:1]:
+        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+            kept[spec_of(x.sharding.spec, x.ndim, "params")] = x.sharding.spec
+
+    def place(x):
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return x
+        here = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
+        key = spec_of(x.sharding.spec, x.ndim, "state") if here else ((),) * x.ndim
+        spec = partition_spec(key, trim=not explicit)
+        if not explicit:
+            spec = kept.get(key, spec)
+        kind = x.sharding.memory_kind if here else None
+        sharding = NamedSharding(mesh, spec, memory_kind=kind)
+        if here:
+            return jax.device_put(x, sharding)
+        value = np.asarray(x)
+        return jax.make_array_from_callback(
+            x.shape, sharding, lambda index: value[index]
+        )
+
+    return jax.tree.map(place, state)
+
+
+def partition_spec(spec: Spec, trim: bool = False) -> PartitionSpec:
+    """A spec of ours as JAX writes it: ``P('x', None)``, not ``P(('x',), ())``."""
+    entries = [
+        None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec
+    ]
+    while trim and entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def num_bytes(x: Any) -> int:
+    """Bytes of an array that each device holds."""
+    shard = x.sharding.shard_shape(x.shape)
+    return math.prod(shard) * x.dtype.itemsize

@@ -1,0 +1,217 @@
+"""``scale_by_dmuon``: momentum, orthogonalized on owners. The optax transformation."""
+
+import functools
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonState
+
+from dmuon_jax.apply_plan import apply_plan, on_specs
+from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.find_plan import Found, PlanFinder
+from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
+from dmuon_jax.options import OwnerOptions
+from dmuon_jax.planning.plan import Plan
+from dmuon_jax.planning.problem import Method
+from dmuon_jax.routing import matrices_of
+from dmuon_jax.shardings import constrain, partition_spec
+
+
+def scale_by_dmuon(
+    ns_coeffs: Any = JORDAN,
+    ns_steps: jax.typing.ArrayLike = 5,
+    beta: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: str = "frobenius",
+    weight_dimension_numbers: Any = None,
+    plan: Plan | None = None,
+    param_shardings: Any = None,
+    momentum_shardings: Any = None,
+    compute_dtype: jax.typing.DTypeLike | None = None,
+    exchange_dtype: jax.typing.DTypeLike | None = None,
+    method: Method | None = None,
+    implementation: str | None = None,
+    owner_axes: tuple[str, ...] | None = None,
+) -> optax.GradientTransformation:
+    """Momentum replaced by nearly its orthogonal polar factor, computed on owners.
+
+    As ``optax.contrib.scale_by_muon``: same arguments, same state; those after
+    ``weight_dimension_numbers`` are ours and described at ``dmuon``.
+
+    Args:
+      ns_coeffs: a triple, a table of triples, or a preset ("jordan", "you").
+      ns_steps: number of steps; ignored for a table.
+      beta: decay rate of the momentum.
+      eps: added to the norm that divides each matrix.
+      mu_dtype: dtype of the momentum; None for the parameter's.
+      nesterov: whether to use Nesterov momentum.
+      adaptive: whether to scale each leaf by its dual norm (arXiv 2409.20325).
+      preconditioning: "frobenius", "spectral", "aol" or "schatten".
+      weight_dimension_numbers: a ``MuonDimensionNumbers``, a tree of them or a callable;
+        None if every leaf has two dimensions.
+      plan: see ``dmuon``.
+      param_shardings: see ``dmuon``.
+      momentum_shardings: see ``dmuon``.
+      compute_dtype: see ``dmuon``.
+      exchange_dtype: see ``dmuon``.
+      method: see ``dmuon``.
+      implementation: see ``dmuon``.
+      owner_axes: see ``dmuon``.
+
+    Returns:
+      A ``GradientTransformation`` whose state is ``optax.contrib.MuonState``.
+
+    Raises:
+      ValueError, TypeError: a wrong argument, at once.
+    """
+    options = OwnerOptions(
+        plan=plan,
+        param_shardings=param_shardings,
+        momentum_shardings=momentum_shardings,
+        compute_dtype=compute_dtype,
+        exchange_dtype=exchange_dtype,
+        method=method,
+        implementation=implementation,
+        owner_axes=owner_axes,
+    )
+    check_arguments(ns_steps, beta, eps, preconditioning)
+    ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
+    mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
+    finder = PlanFinder(options)
+
+    def find(tree):
+        return finder.find(*matrices_of(tree, weight_dimension_numbers))
+
+    def init_fn(params):
+        return MuonState(
+            count=jnp.zeros([], jnp.int32),
+            mu=init_momentum(params, find(params), mu_dtype),
+            ns_coeffs=jnp.asarray(ns_coeffs),
+        )
+
+    def update_fn(updates, state, params=None):
+        found = find(updates if params is None else params)
+        treedef = jax.tree.structure(updates)
+        grads = on_specs(by_path(updates), found, "in")
+        count = optax.safe_increment(state.count)
+        mu, mu_hat = momentum(grads, by_path(state.mu), count, beta, nesterov)
+        steps = static_steps(ns_steps)
+        fn = functools.partial(
+            orthogonalize_bucket,
+            steps=steps if isinstance(steps, int) else None,
+            preconditioning=preconditioning,
+            implementation=implementation,
+        )
+        operands = (state.ns_coeffs, jnp.asarray(steps), jnp.asarray(eps))
+        result = apply_plan(fn, mu_hat, found, operands)
+        if adaptive:
+            whole = on_specs(mu_hat, found, "out")
+            result = {p: scale_by_dual_norm(whole[p], y) for p, y in result.items()}
+        result = [result[p].astype(g.dtype) for p, g in by_path(updates).items()]
+        mu = {p: mu[p].astype(old.dtype) for p, old in by_path(state.mu).items()}
+        mu = on_specs(mu, found, "in")
+        mu = treedef.unflatten([mu[p] for p in by_path(state.mu)])
+        state = MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
+        return treedef.unflatten(result), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path."""
+    items = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in items}
+
+
+def momentum(
+    grads: Any, mu: Any, count: jax.Array, beta: jax.typing.ArrayLike, nesterov: bool
+) -> tuple[Any, Any]:
+    """The new momentum, and its bias-corrected (Nesterov) form, as optax computes them."""
+    mu = optax.tree.update_moment(grads, mu, beta, 1)
+    if not nesterov:
+        return mu, optax.tree.bias_correction(mu, beta, count)
+    ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+    now = optax.tree.bias_correction(grads, beta, count)
+    return mu, jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+
+
+def check_arguments(ns_steps, beta, eps, preconditioning) -> None:
+    """Raises for a wrong value; values that only a trace knows pass."""
+    if preconditioning not in PRECONDITIONINGS:
+        raise ValueError(
+            f"preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}"
+        )
+    steps = static_steps(ns_steps)
+    if isinstance(steps, int) and steps < 1:
+        raise ValueError(f"ns_steps must be at least 1, got {steps}")
+    check_number("beta", beta, low=0.0, below=1.0)
+    check_number("eps", eps, low=0.0)
+
+
+def check_number(name: str, value: Any, low: float, below: float = np.inf) -> None:
+    """Raises unless ``value`` is traced, or a number in [low, below)."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not low <= float(value) < below:
+        limit = f" and below {below}" if below < np.inf else ""
+        raise ValueError(f"{name} must be at least {low}{limit}, got {value}")
+
+
+def static_steps(ns_steps: jax.typing.ArrayLike) -> int | jax.Array:
+    """``ns_steps`` as an int, unless only run time knows it."""
+    if isinstance(ns_steps, jax.core.Tracer):
+        return ns_steps
+    if not isinstance(ns_steps, numbers.Integral):
+        array = np.asarray(ns_steps)
+        if array.ndim or not np.issubdtype(array.dtype, np.integer):
+            raise TypeError(f"ns_steps must be an integer, got {ns_steps!r}")
+    return int(ns_steps)
+
+
+def init_momentum(params: Any, found: Found, mu_dtype: Any) -> Any:
+    """Zeros like ``params``, in the momentum's shardings."""
+    leaves = {item.leaf.path: item.leaf for item in found.plan.layouts}
+
+    def zeros(path, x):
+        dtype = mu_dtype or x.dtype
+        if found.mesh is None:
+            return jnp.zeros_like(x, dtype=dtype)
+        spec = partition_spec(leaves[jax.tree_util.keystr(path)].spec_in)
+        if isinstance(x, jax.core.Tracer):
+            return constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
+        sharding = jax.sharding.NamedSharding(found.mesh, spec)
+        return jnp.zeros(x.shape, dtype, device=sharding)
+
+    return jax.tree_util.tree_map_with_path(zeros, params)
+
+
+def orthogonalize_bucket(
+    x, bucket, operands, *, steps, preconditioning, implementation
+):
+    """The iteration on one bucket, as its plan says."""
+    coefficients, traced_steps, eps = operands
+    return orthogonalize_batch(
+        x,
+        coefficients,
+        traced_steps if steps is None else steps,
+        method=bucket.method,
+        compute_dtype=bucket.compute_dtype,
+        eps=eps,
+        preconditioning=preconditioning,
+        implementation=implementation,
+    )
+
+
+def scale_by_dual_norm(x: jax.Array, y: jax.Array) -> jax.Array:
+    """``y`` times the inner product of ``x`` and ``y`` over the whole leaf."""
+    return jnp.sum(x.conj() * y) * y

@@ -1,0 +1,79 @@
+"""Oracles in NumPy float64, written from the formulas."""
+
+import math
+
+import numpy as np
+
+JORDAN = (3.4445, -4.7750, 2.0315)
+
+
+def textbook_newton_schulz(x, table=(JORDAN,) * 5, eps=1e-8):
+    """Newton-Schulz of one matrix in float64: X <- a X + (b A + c A A) X, A = X Xᵀ."""
+    x = np.asarray(x, np.float64)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    norm = np.linalg.norm(x) + eps
+    x = x / norm if norm else x
+    for a, b, c in table:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def matrices(x, dims):
+    """``[batch, fan_in, fan_out]`` view of a leaf, and the function that undoes it."""
+    as_tuple = lambda axes: (axes,) if isinstance(axes, int) else tuple(axes)
+    reduction = tuple(a % x.ndim for a in as_tuple(dims[0]))
+    output = tuple(a % x.ndim for a in as_tuple(dims[1]))
+    batch = tuple(a for a in range(x.ndim) if a not in reduction + output)
+    order = batch + reduction + output
+    moved = np.transpose(x, order)
+    fan_in = math.prod(x.shape[a] for a in reduction)
+    fan_out = math.prod(x.shape[a] for a in output)
+    stack = moved.reshape(-1, fan_in, fan_out)
+    undo = lambda y: np.transpose(y.reshape(moved.shape), np.argsort(order))
+    return stack, undo
+
+
+def orthogonalized(x, dims, table=(JORDAN,) * 5):
+    """Newton-Schulz of each matrix of a leaf."""
+    stack, undo = matrices(np.asarray(x, np.float64), dims)
+    return undo(np.stack([textbook_newton_schulz(m, table) for m in stack]))
+
+
+def shape_factor(shape, dims):
+    """sqrt(max(1, fan_out / fan_in))."""
+    stack, _ = matrices(np.zeros(shape), dims)
+    return math.sqrt(max(1.0, stack.shape[2] / stack.shape[1]))
+
+
+def muon_updates(params, grads, dims, *, rate, decay=0.0, beta=0.95, steps=5):
+    """Updates and momentum of Muon with Nesterov momentum, step after step.
+
+    Args:
+      params: one leaf.
+      grads: its gradients, one per step.
+      dims: its matrix axes.
+      rate, decay, beta: learning rate, weight decay, momentum decay.
+      steps: Newton-Schulz steps.
+
+    Yields:
+      (update, momentum) of each step; parameters move by the update.
+    """
+    params = np.asarray(params, np.float64)
+    mu = np.zeros_like(params)
+    for t, grad in enumerate(np.asarray(g, np.float64) for g in grads):
+        mu = beta * mu + (1 - beta) * grad
+        ahead = beta * mu / (1 - beta ** (t + 2))
+        ahead = ahead + (1 - beta) * grad / (1 - beta ** (t + 1))
+        direction = orthogonalized(ahead, dims, (JORDAN,) * steps)
+        scaled = shape_factor(params.shape, dims) * direction
+        update = -rate * (scaled + decay * params)
+        params = params + update
+        yield update, mu
+
+
+def relative(a, b):
+    """||a - b|| / ||b||, and ||a|| where b is zero."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0)
