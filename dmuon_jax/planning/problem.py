@@ -82,6 +82,9 @@ class Problem:
       max_owner_bytes: Limit on the slots' memory on an owner, all tasks together.
       pad_below_us: Shapes of which one matrix takes less than this are *padded*: every
         device computes all its slots, EMPTY ones too, as that is cheaper than a branch.
+      max_branches: How many distinct counts, of the tasks that feed it, a shape that is
+        not padded may have over the devices; 0 for any number. Bounds ignore it, and
+        where more than two tasks feed a shape a plan may have a few more.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -92,6 +95,7 @@ class Problem:
     exposed: float = 1.0
     max_owner_bytes: int | None = None
     pad_below_us: float = 0.0
+    max_branches: int = 0
 
     def __post_init__(self):
         sizes = dict(self.mesh)

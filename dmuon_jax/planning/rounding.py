@@ -54,7 +54,7 @@ def tidy(model: Model, table: tuple[np.ndarray, ...], counts: Counts) -> Counts:
     """
     for task in range(model.num_tasks):
         trial = list(counts)
-        trial[task] = _even_by_load(model, table, counts, task)
+        trial[task] = even_by_load(model, table, counts, task)
         if np.ptp(trial[task]) < np.ptp(counts[task]):
             counts = model.best((tuple(trial), counts), table)
     if len(model.members) == 1:
@@ -63,7 +63,7 @@ def tidy(model: Model, table: tuple[np.ndarray, ...], counts: Counts) -> Counts:
     return counts
 
 
-def _even_by_load(
+def even_by_load(
     model: Model, table: tuple[np.ndarray, ...], counts: Counts, task: int
 ) -> np.ndarray:
     """Spreads a task evenly; owners of the smallest other loads take what is left."""

@@ -1,6 +1,7 @@
 """The entry of the planner: bound, greedy, MILP, and the best of them as a plan."""
 
 from dmuon_jax.planning.bounds import lower_bound
+from dmuon_jax.planning.branches import with_few_branches
 from dmuon_jax.planning.greedy import even_counts, greedy_counts, search
 from dmuon_jax.planning.incumbent import Incumbent, first_methods
 from dmuon_jax.planning.model import TICKS_PER_US, build_model
@@ -46,6 +47,8 @@ def solve(
         found = _improve(found, limits)
     if solver in ("greedy", "milp"):
         found = found.replace(counts=tidy(model, found.table, found.counts))
+        if problem.max_branches:
+            found = with_few_branches(found, problem.max_branches)
     return _solution(problem, found)
 
 
