@@ -114,8 +114,13 @@ def main():
         cost = RooflineCost(device, symmetric=args.symmetric)
         for name in args.models or workload_names():
             for size in (*SIZES, *LARGE.get(name, ())):
-                rows.append(report(f"{name}, {size}", problem_of(name, size, cost, device)))
-                if any(item.stack for item in load_workload(name).matrices) and size > 8:
+                rows.append(
+                    report(f"{name}, {size}", problem_of(name, size, cost, device))
+                )
+                if (
+                    any(item.stack for item in load_workload(name).matrices)
+                    and size > 8
+                ):
                     problem = problem_of(name, size, cost, device, size // 8)
                     rows.append(report(f"{name}, 8x{size // 8}", problem))
     worst_gap, most_seconds = (max(column) for column in zip(*rows, strict=True))

@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 import numpy as np
-import planning_cases as cases
 import pytest
-from planning_cases import PowerCost, RandomCost
 
 from dmuon_jax.planning.model import build_model
 from dmuon_jax.planning.problem import Limits, Problem, Task
 from dmuon_jax.planning.solver import solve
+from tests import planning_cases as cases
+from tests.planning_cases import PowerCost, RandomCost
 
 SHAPE = (4, 8)
 UNIT = PowerCost(times=((SHAPE, 1.0), ((4, 4), 0.5)))
@@ -260,10 +260,8 @@ def test_costs_are_asked_only_for_counts_that_can_occur():
 
 
 SCRIPT = """
-import sys
-sys.path.insert(0, "tests")
-import planning_cases as cases
 from dmuon_jax.planning.solver import solve
+from tests import planning_cases as cases
 for name, devices in (("wall-x", 16), ("qwen3-1.7b", 32)):
     print(solve(cases.single_axis(name, devices)))
 """

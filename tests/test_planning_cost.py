@@ -86,9 +86,7 @@ def test_roofline():
     assert single.time_us((4096, 4096), 1, "gram") > large
 
 
-@pytest.mark.parametrize(
-    "change", [{"dtype": "int8"}, {"steps": 0}, {"restarts": -1}]
-)
+@pytest.mark.parametrize("change", [{"dtype": "int8"}, {"steps": 0}, {"restarts": -1}])
 def test_bad_roofline(change):
     with pytest.raises(ValueError, match="must be"):
         dataclasses.replace(RooflineCost(DEVICES["h200"]), **change)
@@ -101,9 +99,7 @@ def test_table_interpolates():
 
 
 def test_table_never_falls_beyond_what_was_measured():
-    table = TableCost(
-        (Timing(SHAPE, "gram", 1, 9.0), Timing(SHAPE, "gram", 2, 8.0))
-    )
+    table = TableCost((Timing(SHAPE, "gram", 1, 9.0), Timing(SHAPE, "gram", 2, 8.0)))
     assert table.time_us(SHAPE, 50, "gram") == 8.0
 
 

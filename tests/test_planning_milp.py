@@ -4,7 +4,6 @@ import sys
 
 import highspy
 import numpy as np
-import planning_cases as cases
 import pytest
 
 from dmuon_jax.planning import milp
@@ -14,6 +13,7 @@ from dmuon_jax.planning.model import build_model
 from dmuon_jax.planning.packing import relaxed_packing
 from dmuon_jax.planning.problem import Limits
 from dmuon_jax.planning.solver import solve
+from tests import planning_cases as cases
 
 # A case in which the greedy plan cannot be proven good without a program.
 HARD = ("llama-3.2-3b", 64)

@@ -6,7 +6,7 @@ bucket. The counts of all tasks that feed a bucket, on one device, make one bran
 
 import numpy as np
 
-from dmuon_jax.planning.greedy import balance, even_counts
+from dmuon_jax.planning.greedy import balance, even_counts, longest_first
 from dmuon_jax.planning.incumbent import Incumbent
 from dmuon_jax.planning.model import Counts, Model
 from dmuon_jax.planning.rounding import even_by_load
@@ -20,7 +20,8 @@ def with_few_branches(found: Incumbent, most: int) -> Incumbent:
     if surplus(found.model, found.counts, most) == 0:
         return found
     model, table = found.model, found.table
-    starts = [even_counts(model), relabelled(model, found.counts)]
+    starts = [even_counts(model), staggered(model, table)]
+    starts.append(relabelled(model, found.counts))
     starts.append(_flattened(model, table, starts[-1], most))
     plans = [found.replace(counts=starts[0], solver="even")]
     for counts in starts:
@@ -84,6 +85,15 @@ def relabelled(model: Model, counts: Counts) -> Counts:
         for task, row in trial.items():
             result[task] = row
     return tuple(result)
+
+
+def staggered(model: Model, table: tuple[np.ndarray, ...]) -> Counts:
+    """Spreads every task evenly, what is left over to the least loaded owners so far."""
+    counts = tuple(np.zeros(num, np.int64) for num in model.owners)
+    for task in longest_first(model, table):
+        row = even_by_load(model, table, counts, task)
+        counts = tuple(row if t == task else c for t, c in enumerate(counts))
+    return counts
 
 
 def _flattened(

@@ -84,7 +84,7 @@ def greedy_counts(
     if start is None:
         start = tuple(np.zeros(num, np.int64) for num in model.owners)
     spread = Spread(model, table, start)
-    for task in _longest_first(model, table):
+    for task in longest_first(model, table):
         family, step = model.family_of[task], model.pieces[task]
         if not step.any():
             spread.counts[task][:] = even_counts(model)[task]
@@ -101,7 +101,7 @@ def greedy_counts(
     return spread.counts
 
 
-def _longest_first(model: Model, table: tuple[np.ndarray, ...]) -> list[int]:
+def longest_first(model: Model, table: tuple[np.ndarray, ...]) -> list[int]:
     """Orders tasks by the time of one parcel; those of fewer owners come first."""
     single = {
         t: sum(int(table[b][k]) for b, k in enumerate(model.pieces[t]) if k)
@@ -232,9 +232,7 @@ def _place_anew(
     inside = [f == family for f in model.family_of]
     candidates = [best]
     for others in (best, even_counts(model)):
-        start = tuple(
-            row * (not own) for row, own in zip(others, inside, strict=True)
-        )
+        start = tuple(row * (not own) for row, own in zip(others, inside, strict=True))
         for slots in (model.min_slots, model.max_slots):
             limits = np.where(inside, slots, np.maximum(model.slots(others), 1))
             limits = np.maximum(limits, model.min_slots)

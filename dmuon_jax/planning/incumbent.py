@@ -105,7 +105,10 @@ def first_methods(model: Model) -> tuple[Method, ...]:
         methods.append(
             min(
                 rows,
-                key=lambda m: (int(rows[m][min(max(1, round(mean)), len(rows[m]) - 1)]), m),
+                key=lambda m: (
+                    int(rows[m][min(max(1, round(mean)), len(rows[m]) - 1)]),
+                    m,
+                ),
             )
         )
     return tuple(methods)

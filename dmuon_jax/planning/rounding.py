@@ -47,20 +47,21 @@ def plan_from_patterns(
 
 
 def tidy(model: Model, table: tuple[np.ndarray, ...], counts: Counts) -> Counts:
-    """Makes counts even where that is free, and sorts owners by what they take.
-
-    Even counts and few distinct counts make the program on the devices simpler. The
-    objective never grows.
-    """
+    """Makes counts even where the objective does not grow from it."""
     for task in range(model.num_tasks):
         trial = list(counts)
         trial[task] = even_by_load(model, table, counts, task)
         if np.ptp(trial[task]) < np.ptp(counts[task]):
             counts = model.best((tuple(trial), counts), table)
-    if len(model.members) == 1:
-        order = np.lexsort([-row for row in reversed(counts)])
-        counts = tuple(row[order] for row in counts)
     return counts
+
+
+def owners_sorted(model: Model, counts: Counts) -> Counts:
+    """Sorts interchangeable owners by what they take, those with more first."""
+    if len(model.members) != 1:
+        return counts
+    order = np.lexsort([-row for row in reversed(counts)])
+    return tuple(row[order] for row in counts)
 
 
 def even_by_load(

@@ -6,7 +6,7 @@ from dmuon_jax.planning.greedy import even_counts, greedy_counts, search
 from dmuon_jax.planning.incumbent import Incumbent, first_methods
 from dmuon_jax.planning.model import TICKS_PER_US, build_model
 from dmuon_jax.planning.problem import SOLVERS, Limits, Problem, Solution, Solver
-from dmuon_jax.planning.rounding import tidy
+from dmuon_jax.planning.rounding import owners_sorted, tidy
 
 METHOD_ROUNDS = 3
 
@@ -49,6 +49,7 @@ def solve(
         found = found.replace(counts=tidy(model, found.table, found.counts))
         if problem.max_branches:
             found = with_few_branches(found, problem.max_branches)
+        found = found.replace(counts=owners_sorted(model, found.counts))
     return _solution(problem, found)
 
 
