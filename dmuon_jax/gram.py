@@ -14,10 +14,16 @@ import jax.numpy as jnp
 from dmuon_jax import kernels
 from dmuon_jax.kernels.select import Implementation
 
+FIRST_RESTART = 2
+PERIOD = 3
+
 
 def default_restarts(steps: int) -> tuple[int, ...]:
-    """Iterations (0-based) before which to restart: 2, and every third from there."""
-    return tuple(range(2, steps, 3))
+    """Iterations (0-based) before which to restart: 2, and every third from there.
+
+    Near the best that ``restarts.choose_restarts`` finds for all shipped tables.
+    """
+    return tuple(range(FIRST_RESTART, steps, PERIOD))
 
 
 def gram_iterations(
@@ -33,7 +39,8 @@ def gram_iterations(
       x: ``[batch, s, l]``, s <= l.
       coefficients: ``(n, 3)``, or ``(3,)`` with a traced number of ``steps``.
       steps: number of steps where ``coefficients`` is one triple.
-      restarts: 0-based steps before which R is rebuilt; None for ``default_restarts``.
+      restarts: 0-based steps before which R is rebuilt; None for ``default_restarts``,
+        which is also what a traced number of steps gets.
       implementation: which kernels, see ``kernels``.
 
     Returns:
@@ -65,9 +72,15 @@ def traced_iterations(
     implementation: Implementation,
 ) -> jax.Array:
     """As ``gram_iterations``, for a number of steps that only run time knows."""
-    first = jnp.minimum(steps, 2)
+    first = jnp.minimum(steps, FIRST_RESTART)
     x = traced_phase(x, coefficients, first, implementation)
-    return traced_phase(x, coefficients, steps - first, implementation)
+    rest = steps - first
+
+    def body(phase, x):
+        count = jnp.minimum(rest - phase * PERIOD, PERIOD)
+        return traced_phase(x, coefficients, count, implementation)
+
+    return jax.lax.fori_loop(0, -(-rest // PERIOD), body, x)
 
 
 def traced_phase(

@@ -7,17 +7,29 @@ import numpy as np
 JORDAN = (3.4445, -4.7750, 2.0315)
 
 
-def textbook_newton_schulz(x, table=(JORDAN,) * 5, eps=1e-8):
-    """Newton-Schulz of one matrix in float64: X <- a X + (b A + c A A) X, A = X Xᵀ."""
-    x = np.asarray(x, np.float64)
+def textbook_newton_schulz(
+    x, table=(JORDAN,) * 5, eps=1e-8, preconditioning="frobenius"
+):
+    """Newton-Schulz of one matrix in float64: X <- a X + (b A + c A A) X, A = X Xᴴ."""
+    x = np.asarray(x)
+    x = x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
     tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    norm = np.linalg.norm(x) + eps
-    x = x / norm if norm else x
+    x = preconditioned(x.T if tall else x, eps, preconditioning)
     for a, b, c in table:
-        gram = x @ x.T
+        gram = x @ x.conj().T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
+
+
+def preconditioned(x, eps, preconditioning):
+    """X as it enters the iteration, divided as ``optax.contrib.muon`` does."""
+    gram = np.abs(x @ x.conj().T)
+    if preconditioning == "aol":
+        return x / np.sqrt(np.maximum(gram.sum(axis=1, keepdims=True), 1e-8))
+    if preconditioning == "schatten":
+        return x / np.sqrt(max(np.linalg.norm(gram), 1e-8))
+    norm = np.linalg.norm(x, {"frobenius": None, "spectral": 2}[preconditioning]) + eps
+    return x / norm if norm else x
 
 
 def matrices(x, dims):
@@ -77,3 +89,24 @@ def relative(a, b):
     """||a - b|| / ||b||, and ||a|| where b is zero."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0)
+
+
+def with_spectrum(values, columns, seed=0):
+    """``[len(values), columns]`` with these singular values, its vectors random."""
+    rng = np.random.default_rng(seed)
+    rows = len(values)
+    left, _ = np.linalg.qr(rng.normal(size=(rows, rows)))
+    right, _ = np.linalg.qr(rng.normal(size=(columns, rows)))
+    return (left * np.asarray(values)) @ right.T
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def relative_error(found, right):
+    """Frobenius norm of the difference over that of ``right``."""
+    found, right = np.asarray(found), np.asarray(right)
+    wide = np.complex128 if np.iscomplexobj(right) else np.float64
+    found, right = found.astype(wide), right.astype(wide)
+    return np.linalg.norm(found - right) / np.linalg.norm(right)
