@@ -26,6 +26,21 @@ def default_restarts(steps: int) -> tuple[int, ...]:
     return tuple(range(FIRST_RESTART, steps, PERIOD))
 
 
+def check_restarts(restarts: tuple[int, ...] | None, steps: int | None) -> None:
+    """Raises ``ValueError`` unless each restart is between two of ``steps`` steps.
+
+    ``steps`` is None where only run time knows it; no restarts can be named then.
+    """
+    if restarts is None:
+        return
+    if steps is None:
+        raise ValueError(
+            f"restarts must be None where ns_steps is not a plain integer, got {restarts}"
+        )
+    if any(not 0 < restart < steps for restart in restarts):
+        raise ValueError(f"restarts must lie in 1..{steps - 1}, got {restarts}")
+
+
 def gram_iterations(
     x: jax.Array,
     coefficients: jax.Array,
@@ -47,14 +62,14 @@ def gram_iterations(
       ``[batch, s, l]`` in the dtype of ``x``.
 
     Raises:
-      ValueError: if a restart is not between two steps.
+      ValueError: if a restart is not between two steps, or their number is traced.
     """
     if coefficients.ndim == 1:
+        check_restarts(restarts, None)
         return traced_iterations(x, coefficients, steps, implementation)
     number = coefficients.shape[0]
+    check_restarts(restarts, number)
     restarts = default_restarts(number) if restarts is None else restarts
-    if any(not 0 < restart < number for restart in restarts):
-        raise ValueError(f"restarts must lie in 1..{number - 1}, got {restarts}")
     cuts = (0, *sorted(set(restarts)), number)
     for start, end in zip(cuts, cuts[1:], strict=False):
         r = kernels.gram(x, implementation=implementation)

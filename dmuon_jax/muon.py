@@ -6,6 +6,7 @@ import jax
 import optax
 
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.decay import add_cautious_decayed_weights
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import leaf_dimensions, muon_labels
@@ -42,6 +43,11 @@ def dmuon(
     method: Method | None = None,
     implementation: str | None = None,
     owner_axes: tuple[str, ...] | None = None,
+    restarts: tuple[int, ...] | None = None,
+    bias_correction: bool = True,
+    sign_momentum: bool = False,
+    matrix_transform: optax.GradientTransformation | None = None,
+    cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformation:
     """Muon whose Newton-Schulz iterations run once, each matrix on its owner device.
 
@@ -62,8 +68,8 @@ def dmuon(
     Args:
       learning_rate: a number or a schedule.
       ns_coeffs: Newton-Schulz coefficients: a triple, a table of triples with a row for
-        each step, or a preset: "jordan" (the default), "you"; optax's "standard" and
-        "dion" name the same.
+        each step, or a preset: "jordan" (the default), "you", "polar_express" (safety
+        1.01); optax's "standard" and "dion" name the first two.
       ns_steps: number of steps; ignored for a table.
       beta: decay rate of the momentum, in [0, 1).
       eps: added to the norm that divides each matrix, and in Adam's denominator.
@@ -98,6 +104,15 @@ def dmuon(
       implementation: "xla", "pallas", or None for the fastest that runs here.
       owner_axes: mesh axes over which owners are spread; along the others the iteration is
         repeated. None: all.
+      restarts: steps (0-based) before which the Gram form starts afresh, as
+        ``restarts.choose_restarts`` finds them for a table. None: 2, 5, 8 and so on.
+      bias_correction: whether the momentum is bias-corrected, as in optax. Without it the
+        update is that of a momentum which is a plain sum, ``beta * mu + g``.
+      sign_momentum: whether the signs of the momentum are orthogonalized (AdaMuon).
+      matrix_transform: runs on the orthogonalized matrices, before the shape scale; e.g.
+        ``normalize_neurons``.
+      cautious_weight_decay: whether matrices decay only where that agrees with the update,
+        see ``add_cautious_decayed_weights``.
 
     Returns:
       The ``GradientTransformation``.
@@ -113,6 +128,9 @@ def dmuon(
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     rule = muon_weight_dimension_numbers
+    decay = optax.add_decayed_weights
+    if cautious_weight_decay:
+        decay = add_cautious_decayed_weights
 
     def dimensions(params):
         # Inside `partition`, leaves of the other half are MaskedNodes without leaves.
@@ -138,9 +156,13 @@ def dmuon(
             method=method,
             implementation=implementation,
             owner_axes=owner_axes,
+            restarts=restarts,
+            bias_correction=bias_correction,
+            sign_momentum=sign_momentum,
         ),
+        *([] if matrix_transform is None else [matrix_transform]),
         scale_by_matrix_shape(dimensions, consistent_rms),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decay(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
     others = optax.adamw(

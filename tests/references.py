@@ -87,7 +87,8 @@ def muon_updates(params, grads, dims, *, rate, decay=0.0, beta=0.95, steps=5):
 
 def relative(a, b):
     """||a - b|| / ||b||, and ||a|| where b is zero."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    wide = np.complex128 if np.iscomplexobj(b) else np.float64
+    a, b = np.asarray(a, wide), np.asarray(b, wide)
     return np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0)
 
 
@@ -104,9 +105,29 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def relative_error(found, right):
-    """Frobenius norm of the difference over that of ``right``."""
-    found, right = np.asarray(found), np.asarray(right)
-    wide = np.complex128 if np.iscomplexobj(right) else np.float64
-    found, right = found.astype(wide), right.astype(wide)
-    return np.linalg.norm(found - right) / np.linalg.norm(right)
+def second_moment_updates(grads, dims, *, per_neuron, sign, b1=0.95, b2=0.95):
+    """Update directions of NorMuon or AdaMuon, from the equations of their papers.
+
+    Args:
+      grads: gradients of one leaf, one per step.
+      dims: its matrix axes.
+      per_neuron: NorMuon's mean over the inputs of each neuron, else AdaMuon's entries.
+      sign: whether the signs of the momentum are orthogonalized.
+      b1, b2: decay rates.
+
+    Yields:
+      0.2 sqrt(m n) O / ||O||_F of each matrix, to be multiplied with the learning rate.
+    """
+    momentum, second = 0.0, 0.0
+    for grad in grads:
+        momentum = b1 * momentum + (1 - b1) * np.asarray(grad, np.float64)
+        source = np.sign(momentum) if sign else momentum
+        stack, undo = matrices(orthogonalized(source, dims), dims)
+        square = stack**2
+        if per_neuron:
+            square = square.mean(axis=1, keepdims=True)
+        second = b2 * second + (1 - b2) * square
+        stack = stack / (np.sqrt(second) + 1e-8)
+        norm = np.linalg.norm(stack, axis=(1, 2), keepdims=True)
+        area = stack.shape[1] * stack.shape[2]
+        yield undo(0.2 * math.sqrt(area) * stack / norm)
