@@ -38,8 +38,8 @@ DIMS = {
 }
 SPECS = {
     "bias": P(),
-    "down": P("x", None),
-    "experts": P("x", None, None),
+    "down": P("x"),
+    "experts": P("x"),
     "heads": P(None, None, "x"),
     "up": P(None, "x"),
 }
