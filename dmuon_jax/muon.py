@@ -6,6 +6,7 @@ import jax
 import optax
 
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.decay import add_cautious_decayed_weights
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import Router
@@ -43,6 +44,11 @@ def dmuon(
     implementation: str | None = None,
     owner_axes: tuple[str, ...] | None = None,
     max_wave_bytes: int | None = None,
+    restarts: tuple[int, ...] | None = None,
+    bias_correction: bool = True,
+    sign_momentum: bool = False,
+    matrix_transform: optax.GradientTransformation | None = None,
+    cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformation:
     """Muon whose Newton-Schulz iterations run once, each matrix on its owner device.
 
@@ -63,8 +69,8 @@ def dmuon(
     Args:
       learning_rate: a number or a schedule.
       ns_coeffs: Newton-Schulz coefficients: a triple, a table of triples with a row for
-        each step, or a preset: "jordan" (the default), "you"; optax's "standard" and
-        "dion" name the same.
+        each step, or a preset: "jordan" (the default), "you", "polar_express" (safety
+        1.01); optax's "standard" and "dion" name the first two.
       ns_steps: number of steps; ignored for a table.
       beta: decay rate of the momentum, in [0, 1).
       eps: added to the norm that divides each matrix, and in Adam's denominator.
@@ -103,6 +109,15 @@ def dmuon(
       max_wave_bytes: limit on the whole matrices (in float32) that a device holds at a
         time; leaves are then worked through in waves, two at most under way. None: no
         limit.
+      restarts: steps (0-based) before which the Gram form starts afresh, as
+        ``restarts.choose_restarts`` finds them for a table. None: 2, 5, 8 and so on.
+      bias_correction: whether the momentum is bias-corrected, as in optax. Without it the
+        update is that of a momentum which is a plain sum, ``beta * mu + g``.
+      sign_momentum: whether the signs of the momentum are orthogonalized (AdaMuon).
+      matrix_transform: runs on the orthogonalized matrices, before the shape scale; e.g.
+        ``normalize_neurons``.
+      cautious_weight_decay: whether matrices decay only where that agrees with the update,
+        see ``add_cautious_decayed_weights``.
 
     Returns:
       The ``GradientTransformation``.
@@ -118,6 +133,9 @@ def dmuon(
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     router = Router(muon_weight_dimension_numbers)
+    decay = optax.add_decayed_weights
+    if cautious_weight_decay:
+        decay = add_cautious_decayed_weights
     matrices = optax.chain(
         scale_by_dmuon(
             ns_coeffs,
@@ -138,9 +156,13 @@ def dmuon(
             implementation=implementation,
             owner_axes=owner_axes,
             max_wave_bytes=max_wave_bytes,
+            restarts=restarts,
+            bias_correction=bias_correction,
+            sign_momentum=sign_momentum,
         ),
+        *([] if matrix_transform is None else [matrix_transform]),
         scale_by_matrix_shape(router.dimensions, consistent_rms),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decay(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
     others = optax.adamw(
