@@ -67,4 +67,6 @@ def test_processes_that_plan_otherwise_are_told_so(options, tmp_path):
     outcomes = run_processes(2, "disagree", tmp_path, odd_options=options)
     for outcome in outcomes:
         assert outcome.code == 1
-        assert "got other costs or options on process 1 than on process 0" in outcome.text
+        assert (
+            "got other costs or options on process 1 than on process 0" in outcome.text
+        )

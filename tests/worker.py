@@ -96,7 +96,10 @@ def train(setup) -> dict:
     run.resume()
     start = run.done
     while run.done < setup["stop"]:
-        if run.done == setup.get("die_in_step") and setup["index"] == setup["count"] - 1:
+        if (
+            run.done == setup.get("die_in_step")
+            and setup["index"] == setup["count"] - 1
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         run.advance()
         if run.done == setup.get("die_in_save"):
