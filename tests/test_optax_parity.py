@@ -173,7 +173,7 @@ def test_zero_gradients_give_zero_updates(dtype):
     }
 
 
-def test_a_bad_leaf_poisons_no_other_and_a_skipped_step_leaves_no_trace():
+def test_a_bad_leaf_poisons_no_other():
     mesh = four_devices("Auto")
     params = tree(7, mesh)
     tx = dmuon(0.1, muon_weight_dimension_numbers=DIMS, method="direct")
@@ -186,13 +186,3 @@ def test_a_bad_leaf_poisons_no_other_and_a_skipped_step_leaves_no_trace():
     assert not np.isfinite(found["kernel"]).all()
     for name in set(SHAPES) - {"kernel"}:
         np.testing.assert_array_equal(found[name], right[name])
-    guarded = optax.apply_if_finite(tx, 5)
-    state = guarded.init(params)
-    step = jax.jit(guarded.update)
-    _, one = step(tree(0, mesh), state, params)
-    nothing, two = step(bad, one, params)
-    last, _ = step(tree(1, mesh), two, params)
-    expected, _ = step(tree(1, mesh), one, params)
-    for name in SHAPES:
-        assert np.all(np.asarray(nothing[name]) == 0)
-        np.testing.assert_array_equal(last[name], expected[name])
