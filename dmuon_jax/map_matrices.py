@@ -15,6 +15,7 @@ from dmuon_jax.owners import MatrixFn
 from dmuon_jax.paths import leaf_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing import matrices_of
+from dmuon_jax.scales import restored
 
 
 def map_matrices(
@@ -43,7 +44,10 @@ def map_matrices(
     """
     options = OwnerOptions(plan=plan, param_shardings=param_shardings)
     return map_tree(
-        lambda x, bucket, operands: fn(x), tree, options, weight_dimension_numbers
+        lambda x, exponent, bucket, operands: fn(restored(x, exponent)),
+        tree,
+        options,
+        weight_dimension_numbers,
     )
 
 
@@ -84,7 +88,7 @@ def orthogonalize(
         raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
     coefficients = jnp.asarray(resolve_coefficients(ns_coeffs, ns_steps))
 
-    def fn(x, bucket, coefficients):
+    def fn(x, exponent, bucket, coefficients):
         return orthogonalize_batch(
             x,
             coefficients,
@@ -94,6 +98,7 @@ def orthogonalize(
             eps=eps,
             preconditioning=preconditioning,
             implementation=choices.implementation,
+            exponent=exponent,
         )
 
     return map_tree(fn, tree, choices, weight_dimension_numbers, coefficients)

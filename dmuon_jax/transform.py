@@ -226,7 +226,7 @@ def init_momentum(params: Any, found: Found, mu_dtype: Any) -> Any:
 
 
 def orthogonalize_bucket(
-    x, bucket, operands, *, steps, preconditioning, restarts, implementation
+    x, exponent, bucket, operands, *, steps, preconditioning, restarts, implementation
 ):
     """The iteration on one bucket, as its plan says."""
     coefficients, traced_steps, eps = operands
@@ -240,6 +240,8 @@ def orthogonalize_bucket(
         preconditioning=preconditioning,
         restarts=restarts,
         implementation=implementation,
+        exponent=exponent,
+        skip_zeros=bucket.padded,
     )
 
 

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dmuon_jax.layout import Layout, LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
 from dmuon_jax.planning.plan import Bucket, Group, Member, Plan
-from dmuon_jax.planning.problem import METHODS, CostModel, Method, Problem, Solution, Task
+from dmuon_jax.planning.problem import (
+    METHODS,
+    CostModel,
+    Method,
+    Problem,
+    Solution,
+    Task,
+)
 from dmuon_jax.planning.report import ITEMSIZE
 from dmuon_jax.planning.solver import solve
 
@@ -228,6 +235,7 @@ def branches(
     return {
         "branches": tuple(kept),
         "branch_of": tuple(kept.index(cover[pattern]) for pattern in patterns),
+        "padded": any(cover[pattern] != pattern for pattern in patterns),
     }
 
 

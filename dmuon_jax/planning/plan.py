@@ -61,6 +61,7 @@ class Bucket:
       branches: the distinct numbers of matrices that a device computes of each member;
         a device takes the branch ``branch_of[owner]``. One branch means no conditional.
       branch_of: branch index of each device, row-major over the bucket's varying axes.
+      padded: whether some device computes EMPTY slots.
     """
 
     shape: tuple[int, int]
@@ -69,6 +70,7 @@ class Bucket:
     members: tuple[Member, ...]
     branches: tuple[tuple[int, ...], ...]
     branch_of: tuple[int, ...]
+    padded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
