@@ -110,7 +110,7 @@ def plain(name: str) -> str:
 
 def owner_of(names: tuple[str, ...]) -> tuple[str, ...]:
     """The path of what names a leaf: its module for ``.../kernel``, else itself."""
-    return names[:-1] if names[-1] in WRAPPED and len(names) > 1 else names
+    return names[:-1] if names[-1] in WRAPPED else names
 
 
 def find_role(names: tuple[str, ...], neighbours: frozenset[str]) -> Role:

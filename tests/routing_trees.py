@@ -269,6 +269,17 @@ FAULTY_EXAMPLE = {
     "scale": ((4, 32), A),
 }
 
+NORM_TELLS = {
+    "layers": {
+        "attention": {
+            "query": {"kernel": ((L, D, 48), (1, 2))},
+            "out": {"kernel": ((L, 48, D), (1, 2))},
+        },
+        "norm": {"scale": ((L, D), A)},
+    }
+}
+"""Without the norm, attention kernels of L and 48 heads would fit as well."""
+
 BY_NAME = {
     "maxtext": MAXTEXT,
     "maxtext_moe": MAXTEXT_MOE,
@@ -280,5 +291,6 @@ BY_NAME = {
     "equinox": EQUINOX,
     "stack_last": STACK_LAST,
     "flat": FLAT,
+    "norm_tells": NORM_TELLS,
     "faulty_example": FAULTY_EXAMPLE,
 }

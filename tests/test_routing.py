@@ -47,6 +47,8 @@ def test_equinox_stack_without_biases_needs_out_in():
     )
     assert str(error.value).count(ways) == 3
     assert decided(params, HiddenMatrices(out_in=True)) == routing_trees.answers(tree)
+    square = decided({"linear": {"weight": spec(8, 8)}})
+    assert square == {"['linear']['weight']": Dims(0, 1)}
 
 
 class LinenBlock(nn.Module):
@@ -181,6 +183,23 @@ def test_what_cannot_be_decided_is_refused_at_once():
     }
 
 
+def test_a_single_array_has_no_name():
+    with pytest.raises(TypeError, match="a name for each leaf"):
+        hidden_matrices(spec(4, 8))
+
+
+def test_variables_of_nnx_and_boxes_of_linen_run():
+    block = nnx.state(nnx.eval_shape(lambda: NnxBlock(nnx.Rngs(0))), nnx.Param)
+    boxed = {"mlp": {"kernel": nn.Partitioned(spec(4, 8), ("a", "b"))}}
+    for params, num_matrices in ((block, 6), (boxed, 1)):
+        tx = dmuon(0.1, muon_weight_dimension_numbers=hidden_matrices)
+        state = jax.eval_shape(tx.init, params)
+        updates, state = jax.eval_shape(tx.update, params, state, params)
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        momentum = state.inner_states["muon"].inner_state[0].mu
+        assert len(jax.tree.leaves(momentum)) == num_matrices
+
+
 def test_small_leaves_and_integers_go_to_adam():
     params = {
         "count": spec(3, 4, dtype=jnp.int32),
@@ -188,6 +207,7 @@ def test_small_leaves_and_integers_go_to_adam():
         "cls": spec(1, 1, 8),
         "probe": spec(1, 1, 8),
         "to_one": {"kernel": spec(8, 1)},
+        "stack": {"to_one": {"kernel": spec(4, 8, 1), "bias": spec(4, 1)}},
         "number": 1.0,
     }
     assert set(decided(params).values()) == {None}
