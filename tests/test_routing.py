@@ -157,6 +157,7 @@ def test_what_cannot_be_decided_is_refused_at_once():
         "alone": {"kernel": spec(4, 32, 64)},
         "mystery": spec(8, 8),
         "mlp": {"gate": {"kernel": spec(8, 16)}},
+        "moe": {"gate": {"kernel": spec(8, 16)}, "up": spec(4, 8, 16)},
         "conv_out": {"c_attn": {"kernel": spec(24, 8), "bias": spec(24)}},
         "sure": {"kernel": spec(8, 16)},
     }
@@ -167,6 +168,8 @@ def test_what_cannot_be_decided_is_refused_at_once():
         "alone",
         "conv_out",
         "mlp",
+        "moe",
+        "moe",
         "mystery",
     ]
     rule = HiddenMatrices(
@@ -178,6 +181,8 @@ def test_what_cannot_be_decided_is_refused_at_once():
         "['conv_out']['c_attn']['bias']": None,
         "['conv_out']['c_attn']['kernel']": Dims(1, 0),
         "['mlp']['gate']['kernel']": Dims(1, 0),
+        "['moe']['gate']['kernel']": Dims(1, 0),
+        "['moe']['up']": Dims(1, 2),
         "['mystery']": None,
         "['sure']['kernel']": Dims(0, 1),
     }
