@@ -287,6 +287,9 @@ GATES = {
         "experts": {"gate": ((E, D, F), (1, 2)), "down": ((E, F, D), (1, 2))},
         "shared_expert": {"gate": {"kernel": ((D, F), IO)}, "up": ((D, F), IO)},
     },
+    "moe_1": {
+        "shared_mlp": {"gate": {"kernel": ((D, F), IO)}, "up": ((D, F), IO)},
+    },
     "MoeBlock_0": {
         "router_logits": {"kernel": ((D, E), A)},
         "gate": ((E, D, F), (1, 2)),
