@@ -7,11 +7,13 @@ from dmuon_jax.muon import dmuon
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing_report import RoutingReport, routing_report
 from dmuon_jax.shardings import place_state
+from dmuon_jax.split import Split
 from dmuon_jax.transform import scale_by_dmuon
 
 __all__ = [
     "HiddenMatrices",
     "Plan",
+    "Split",
     "RoutingReport",
     "dmuon",
     "hidden_matrices",

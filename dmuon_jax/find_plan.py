@@ -124,8 +124,8 @@ def plan_owners(
       param_shardings: as for ``dmuon``.
       momentum_shardings: as for ``dmuon``.
       muon_weight_dimension_numbers: as for ``dmuon``.
-      **options: ``compute_dtype``, ``exchange_dtype``, ``method``, ``owner_axes``: as for
-        ``dmuon``.
+      **options: ``compute_dtype``, ``exchange_dtype``, ``method``, ``owner_axes``,
+        ``max_wave_bytes``: as for ``dmuon``.
 
     Returns:
       The plan: hashable, with ``summary()``, ``to_json()`` and ``Plan.from_json``.

@@ -14,10 +14,31 @@ import jax.numpy as jnp
 from dmuon_jax import kernels
 from dmuon_jax.kernels.select import Implementation
 
+FIRST_RESTART = 2
+PERIOD = 3
+
 
 def default_restarts(steps: int) -> tuple[int, ...]:
-    """Iterations (0-based) before which to restart: 2, and every third from there."""
-    return tuple(range(2, steps, 3))
+    """Iterations (0-based) before which to restart: 2, and every third from there.
+
+    Near the best that ``restarts.choose_restarts`` finds for all shipped tables.
+    """
+    return tuple(range(FIRST_RESTART, steps, PERIOD))
+
+
+def check_restarts(restarts: tuple[int, ...] | None, steps: int | None) -> None:
+    """Raises ``ValueError`` unless each restart is between two of ``steps`` steps.
+
+    ``steps`` is None where only run time knows it; no restarts can be named then.
+    """
+    if restarts is None:
+        return
+    if steps is None:
+        raise ValueError(
+            f"restarts must be None where ns_steps is not a plain integer, got {restarts}"
+        )
+    if any(not 0 < restart < steps for restart in restarts):
+        raise ValueError(f"restarts must lie in 1..{steps - 1}, got {restarts}")
 
 
 def gram_iterations(
@@ -33,21 +54,22 @@ def gram_iterations(
       x: ``[batch, s, l]``, s <= l.
       coefficients: ``(n, 3)``, or ``(3,)`` with a traced number of ``steps``.
       steps: number of steps where ``coefficients`` is one triple.
-      restarts: 0-based steps before which R is rebuilt; None for ``default_restarts``.
+      restarts: 0-based steps before which R is rebuilt; None for ``default_restarts``,
+        which is also what a traced number of steps gets.
       implementation: which kernels, see ``kernels``.
 
     Returns:
       ``[batch, s, l]`` in the dtype of ``x``.
 
     Raises:
-      ValueError: if a restart is not between two steps.
+      ValueError: if a restart is not between two steps, or their number is traced.
     """
     if coefficients.ndim == 1:
+        check_restarts(restarts, None)
         return traced_iterations(x, coefficients, steps, implementation)
     number = coefficients.shape[0]
+    check_restarts(restarts, number)
     restarts = default_restarts(number) if restarts is None else restarts
-    if any(not 0 < restart < number for restart in restarts):
-        raise ValueError(f"restarts must lie in 1..{number - 1}, got {restarts}")
     cuts = (0, *sorted(set(restarts)), number)
     for start, end in zip(cuts, cuts[1:], strict=False):
         r = kernels.gram(x, implementation=implementation)
@@ -65,9 +87,15 @@ def traced_iterations(
     implementation: Implementation,
 ) -> jax.Array:
     """As ``gram_iterations``, for a number of steps that only run time knows."""
-    first = jnp.minimum(steps, 2)
+    first = jnp.minimum(steps, FIRST_RESTART)
     x = traced_phase(x, coefficients, first, implementation)
-    return traced_phase(x, coefficients, steps - first, implementation)
+    rest = steps - first
+
+    def body(phase, x):
+        count = jnp.minimum(rest - phase * PERIOD, PERIOD)
+        return traced_phase(x, coefficients, count, implementation)
+
+    return jax.lax.fori_loop(0, -(-rest // PERIOD), body, x)
 
 
 def traced_phase(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmuon_jax.matrices import Leaf, MeshShape, normalize_axes
+from dmuon_jax.matrices import Leaf, MeshShape
 from dmuon_jax.options import OwnerOptions, dtype_name
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
 from dmuon_jax.planning.cost import RooflineCost
@@ -24,6 +24,7 @@ from dmuon_jax.shardings import (
     spec_of,
     zero_spec,
 )
+from dmuon_jax.split import matrix_axes, pieces_of
 
 
 def see_one(x: Any, path: str, given) -> Seen:
@@ -81,7 +82,7 @@ def make_leaf(
             f"a leaf updated by Muon must be floating point, got {x.dtype} at {path}"
         )
     ndim = np.ndim(x)
-    reduction, output = normalize_axes(ndim, *dim, path=path)
+    reduction, output = matrix_axes(dim, ndim, path)
     # An array on one device beside others on a mesh is replicated when it joins them.
     spec_out = seen.spec if seen.mesh is not None else ((),) * ndim
     batch = [axis for axis in range(ndim) if axis not in reduction + output]
@@ -99,6 +100,7 @@ def make_leaf(
         output_axes=output,
         spec_in=spec_in,
         spec_out=spec_out,
+        pieces=pieces_of(dim, tuple(x.shape), path),
     )
 
 
@@ -124,6 +126,7 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
         bandwidths=axis_bandwidths(
             device, tuple(zip(shape.names, shape.sizes, strict=True))
         ),
+        max_wave_bytes=options.max_wave_bytes,
     )
 
 

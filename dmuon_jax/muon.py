@@ -6,6 +6,7 @@ import jax
 import optax
 
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.decay import add_cautious_decayed_weights
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import Router
@@ -42,6 +43,12 @@ def dmuon(
     method: Method | None = None,
     implementation: str | None = None,
     owner_axes: tuple[str, ...] | None = None,
+    max_wave_bytes: int | None = None,
+    restarts: tuple[int, ...] | None = None,
+    bias_correction: bool = True,
+    sign_momentum: bool = False,
+    matrix_transform: optax.GradientTransformation | None = None,
+    cautious_weight_decay: bool = False,
 ) -> optax.GradientTransformation:
     """Muon whose Newton-Schulz iterations run once, each matrix on its owner device.
 
@@ -62,8 +69,8 @@ def dmuon(
     Args:
       learning_rate: a number or a schedule.
       ns_coeffs: Newton-Schulz coefficients: a triple, a table of triples with a row for
-        each step, or a preset: "jordan" (the default), "you"; optax's "standard" and
-        "dion" name the same.
+        each step, or a preset: "jordan" (the default), "you", "polar_express" (safety
+        1.01); optax's "standard" and "dion" name the first two.
       ns_steps: number of steps; ignored for a table.
       beta: decay rate of the momentum, in [0, 1).
       eps: added to the norm that divides each matrix, and in Adam's denominator.
@@ -81,9 +88,10 @@ def dmuon(
       adam_weight_decay: weight decay of the Adam half.
       adam_learning_rate: learning rate of the Adam half; None: ``learning_rate``.
       muon_weight_dimension_numbers: which leaves go to Muon and which axes are reduction
-        and output: a ``MuonDimensionNumbers``, a tree of them (None sends a leaf to Adam),
-        a prefix of such a tree, or a callable from parameters to it. None: all leaves with
-        two dimensions. Axes not named are batch axes.
+        and output: a ``MuonDimensionNumbers``, or a ``Split`` for fused weights; a tree of
+        them (None sends a leaf to Adam), a prefix of such a tree, or a callable from
+        parameters to it, such as ``hidden_matrices``. None: all leaves with two
+        dimensions. Axes not named are batch axes.
       consistent_rms: c: scale updates by ``c * sqrt(max(fan_in, fan_out))``
         (arXiv 2502.16982; 0.2 matches AdamW). None: ``sqrt(max(1, fan_out / fan_in))``.
       plan: a ``Plan`` from ``plan_owners``. None: made at ``init``.
@@ -98,6 +106,18 @@ def dmuon(
       implementation: "xla", "pallas", or None for the fastest that runs here.
       owner_axes: mesh axes over which owners are spread; along the others the iteration is
         repeated. None: all.
+      max_wave_bytes: limit on the whole matrices (in float32) that a device holds at a
+        time; leaves are then worked through in waves, two at most under way. None: no
+        limit.
+      restarts: steps (0-based) before which the Gram form starts afresh, as
+        ``restarts.choose_restarts`` finds them for a table. None: 2, 5, 8 and so on.
+      bias_correction: whether the momentum is bias-corrected, as in optax. Without it the
+        update is that of a momentum which is a plain sum, ``beta * mu + g``.
+      sign_momentum: whether the signs of the momentum are orthogonalized (AdaMuon).
+      matrix_transform: runs on the orthogonalized matrices, before the shape scale; e.g.
+        ``normalize_neurons``.
+      cautious_weight_decay: whether matrices decay only where that agrees with the update,
+        see ``add_cautious_decayed_weights``.
 
     Returns:
       The ``GradientTransformation``.
@@ -113,6 +133,9 @@ def dmuon(
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
     router = Router(muon_weight_dimension_numbers)
+    decay = optax.add_decayed_weights
+    if cautious_weight_decay:
+        decay = add_cautious_decayed_weights
     matrices = optax.chain(
         scale_by_dmuon(
             ns_coeffs,
@@ -132,9 +155,14 @@ def dmuon(
             method=method,
             implementation=implementation,
             owner_axes=owner_axes,
+            max_wave_bytes=max_wave_bytes,
+            restarts=restarts,
+            bias_correction=bias_correction,
+            sign_momentum=sign_momentum,
         ),
+        *([] if matrix_transform is None else [matrix_transform]),
         scale_by_matrix_shape(router.dimensions, consistent_rms),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decay(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
     others = optax.adamw(

@@ -11,9 +11,13 @@ import jax.numpy as jnp
 
 from dmuon_jax import kernels
 from dmuon_jax.gram import gram_iterations
+from dmuon_jax.kernels import xla
 from dmuon_jax.kernels.select import Implementation
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
+
+OPTAX_FLOOR = 1e-8
+"""What optax floors the Gram sums of "aol" and "schatten" with, whatever its eps."""
 
 
 def orthogonalize_batch(
@@ -25,6 +29,7 @@ def orthogonalize_batch(
     compute_dtype: jax.typing.DTypeLike = jnp.float32,
     eps: jax.typing.ArrayLike = 1e-8,
     preconditioning: str = "frobenius",
+    restarts: tuple[int, ...] | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Nearly the orthogonal polar factor of each matrix.
@@ -35,8 +40,10 @@ def orthogonalize_batch(
       steps: number of steps where ``coefficients`` is one triple; may be traced.
       method: ``"direct"`` or ``"gram"``.
       compute_dtype: dtype of the iteration; norms are taken in fp32 at least.
-      eps: added to the norm, as in ``optax.contrib.muon``.
+      eps: added to the norm, as in ``optax.contrib.muon``; with 0 the result is the same
+        at every scale of ``x``.
       preconditioning: what divides X first, as in ``optax.contrib.muon``.
+      restarts: where the Gram form restarts, see ``gram_iterations``.
       implementation: which kernels, see ``kernels``.
 
     Returns:
@@ -50,7 +57,7 @@ def orthogonalize_batch(
     real = jnp.finfo(compute_dtype).dtype
     coefficients = coefficients.astype(jnp.promote_types(real, jnp.float32))
     if method == "gram":
-        return gram_iterations(x, coefficients, steps, implementation=implementation)
+        return gram_iterations(x, coefficients, steps, restarts, implementation)
     return direct_iterations(x, coefficients, steps, implementation)
 
 
@@ -82,17 +89,20 @@ def normalize(
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     x, unit = scaled(x.astype(wide))
-    eps = jnp.asarray(eps, unit.dtype) / unit
+    eps = jnp.asarray(eps, unit.dtype)
     if preconditioning == "spectral":
         norm = jnp.linalg.norm(x, ord=2, axis=(-2, -1), keepdims=True)
     else:
         norm = jnp.sqrt(jnp.sum(jnp.abs(x) ** 2, axis=(-2, -1), keepdims=True))
     if preconditioning in ("aol", "schatten"):
         # Both rescale by the Gram matrix themselves, so that any first scale cancels.
-        x = (x / jnp.where(norm == 0, 1, norm)).astype(compute_dtype)
-        floor = 1e-8 / (jnp.where(norm == 0, 1, norm) * unit) ** 2
-        return x * gram_scale(x, floor, preconditioning).astype(x.dtype)
-    total = norm + eps
+        norm = jnp.where(norm == 0, 1, norm)
+        x = x / norm
+        floor = jnp.minimum(eps, OPTAX_FLOOR)
+        floor = jnp.where(floor > 0, floor / (norm * unit) ** 2, 0)
+        scale = gram_scale(x.astype(compute_dtype), floor, preconditioning)
+        return (x * scale).astype(compute_dtype)
+    total = norm + eps / unit
     return (x / jnp.where(total == 0, 1, total)).astype(compute_dtype)
 
 
@@ -108,16 +118,16 @@ def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def gram_scale(x: jax.Array, floor: jax.Array, preconditioning: str) -> jax.Array:
-    """What the rows of X are multiplied by, from its Gram matrix, in fp32.
+    """What the rows of X are multiplied by, from its Gram matrix, kept in fp32.
 
     AOL divides each row by the root of its absolute row sum in X Xᴴ (Boissin et al.,
     arXiv 2512.04632); Schatten-4 divides X by the fourth root of the sum of squares of X Xᴴ
     (Grishina et al., arXiv 2506.10935).
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    gram = jnp.abs(kernels.gram(x).astype(wide))
+    gram = jnp.abs(xla.multiply(x, jnp.matrix_transpose(x).conj()))
     if preconditioning == "aol":
         size = jnp.sum(gram, axis=-1, keepdims=True)
     else:
         size = jnp.sqrt(jnp.sum(gram**2, axis=(-2, -1), keepdims=True))
-    return jax.lax.rsqrt(jnp.maximum(size, floor))
+    size = jnp.maximum(size, floor)
+    return jax.lax.rsqrt(jnp.where(size == 0, 1, size))

@@ -23,6 +23,7 @@ class OwnerOptions:
     method: Method | None = None
     implementation: str | None = None
     owner_axes: Axes | None = None
+    max_wave_bytes: int | None = None
 
     def __post_init__(self):
         if self.plan is not None and not isinstance(self.plan, Plan):
@@ -32,6 +33,8 @@ class OwnerOptions:
                 f"method must be None, 'direct' or 'gram', got {self.method!r}"
             )
         check_implementation(self.implementation)
+        if self.max_wave_bytes is not None and self.max_wave_bytes < 1:
+            raise ValueError(f"max_wave_bytes must be positive, got {self.max_wave_bytes}")
         dtype_name("compute_dtype", self.compute_dtype)
         dtype_name("exchange_dtype", self.exchange_dtype)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from dmuon_jax.matrices import normalize_axes
 from dmuon_jax.options import OwnerOptions, dtype_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing import DimensionNumbers
 from dmuon_jax.shardings import AnyMesh, Seen, mesh_shape
+from dmuon_jax.split import matrix_axes, pieces_of
 
 
 def check_fits(
@@ -36,9 +36,11 @@ def check_fits(
                 f"the plan has shape {leaf.shape}, the tree {shape}, at {path}"
             )
             continue
-        axes = normalize_axes(len(shape), *dims[path], path=path)
+        axes = matrix_axes(dims[path], len(shape), path)
         if axes != (leaf.reduction_axes, leaf.output_axes):
             wrong.append(f"the plan has other matrix axes than {axes}, at {path}")
+        if pieces_of(dims[path], shape, path) != leaf.pieces:
+            wrong.append(f"the plan splits the matrices otherwise, at {path}")
         spec = seen[path].spec
         if seen[path].mesh is not None and spec is not None and spec != leaf.spec_out:
             wrong.append(

@@ -7,12 +7,14 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-DimensionNumbers = MuonDimensionNumbers | None
+from dmuon_jax.split import Dimensions, Split
+
+DimensionNumbers = Dimensions | None
 
 
 def is_dimension(x: Any) -> bool:
     """Whether ``x`` stands for one entry of a tree of dimension numbers."""
-    return x is None or isinstance(x, MuonDimensionNumbers | optax.MaskedNode)
+    return x is None or isinstance(x, MuonDimensionNumbers | Split | optax.MaskedNode)
 
 
 def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
@@ -20,13 +22,13 @@ def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
 
     Args:
       rule: as ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``: None (leaves with
-        two dimensions are matrices), one ``MuonDimensionNumbers``, a tree of them (a prefix
-        of ``params``), or a callable that returns such a tree.
+        two dimensions are matrices), one ``MuonDimensionNumbers`` or ``Split``, a tree of
+        them (a prefix of ``params``), or a callable that returns such a tree.
       params: arrays or shapes.
 
     Raises:
       ValueError: if the tree is not a prefix of ``params``.
-      TypeError: if an entry is no ``MuonDimensionNumbers`` or None.
+      TypeError: if an entry is no ``MuonDimensionNumbers``, ``Split`` or None.
     """
     leaves = jax.tree.leaves(params)
     if rule is None:
@@ -37,7 +39,7 @@ def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
     def fill(path, entry, subtree):
         if not is_dimension(entry):
             raise TypeError(
-                "dimension numbers must be MuonDimensionNumbers or None, got "
+                "dimension numbers must be MuonDimensionNumbers, Split or None, got "
                 f"{type(entry).__name__} at {jax.tree_util.keystr(path)}"
             )
         found.extend([entry] * len(jax.tree.leaves(subtree)))

@@ -16,9 +16,9 @@ from dmuon_jax.hidden_matrices import (
 )
 from dmuon_jax.leaf_readings import Named, Names
 from dmuon_jax.leaves import see_one
-from dmuon_jax.matrices import normalize_axes
 from dmuon_jax.routing import DimensionNumbers, leaf_dimensions
 from dmuon_jax.shardings import given_shardings, partition_spec
+from dmuon_jax.split import matrix_axes, pieces_of
 
 Route = Literal["muon", "adam", "undecided"]
 
@@ -165,23 +165,25 @@ def judge(
         article = "a" if kind == "router" else "an"
         flags.append(f"named as {article} {kind}, on Muon")
     try:
-        axes = normalize_axes(len(leaf.shape), *dim, path=".".join(leaf.names))
+        axes = matrix_axes(dim, len(leaf.shape), ".".join(leaf.names))
     except ValueError as error:
         return "muon", (0, None), [*flags, str(error)]
     fan_in, fan_out = (math.prod(leaf.shape[a] for a in group) for group in axes)
     if 1 in (fan_in, fan_out):
         flags.append("matrices with one row or column")
     if decision.dims is not None and not is_own:
-        other = normalize_axes(
-            len(leaf.shape), *decision.dims, path=".".join(leaf.names)
-        )
+        other = matrix_axes(decision.dims, len(leaf.shape), ".".join(leaf.names))
         if differ(axes, other, is_square=fan_in == fan_out):
             flags.append(
                 f"reduction {axes[0]} and output {axes[1]}, where names and shapes fit only "
                 f"reduction {other[0]} and output {other[1]}"
             )
     count = math.prod(leaf.shape) // max(1, fan_in * fan_out)
-    return "muon", (count, (fan_in, fan_out)), flags
+    try:
+        pieces = pieces_of(dim, leaf.shape, ".".join(leaf.names))
+    except ValueError as error:
+        return "muon", (0, None), [*flags, str(error)]
+    return "muon", (count * max(1, len(pieces)), (fan_in, fan_out)), flags
 
 
 def differ(axes: Sequence[Any], other: Sequence[Any], is_square: bool) -> bool:

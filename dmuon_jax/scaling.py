@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dmuon_jax.matrices import normalize_axes
 from dmuon_jax.routing import leaf_dimensions
+from dmuon_jax.split import scale_array
 
 
 def shape_scale(
@@ -36,23 +36,25 @@ def scale_by_matrix_shape(
       consistent_rms: see ``shape_scale``.
     """
 
+    def scale(fan_in, fan_out):
+        return shape_scale(fan_in, fan_out, consistent_rms)
+
     def update_fn(updates, state, params=None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
+        dims = leaf_dimensions(dimensions, updates)
         scaled = [
-            x * jnp.asarray(scale_of(x.shape, dim, consistent_rms)).astype(x.dtype)
-            for x, dim in zip(leaves, leaf_dimensions(dimensions, updates), strict=True)
+            multiply(x, scale_array(dim, x.shape, scale))
+            for x, dim in zip(leaves, dims, strict=True)
         ]
         return treedef.unflatten(scaled), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 
 
-def scale_of(
-    shape: tuple[int, ...], dim: Any, consistent_rms: jax.typing.ArrayLike | None
-) -> jax.typing.ArrayLike:
-    """The factor of a leaf."""
-    reduction, output = normalize_axes(len(shape), *dim, path="a leaf")
-    fan_in = math.prod(shape[axis] for axis in reduction)
-    fan_out = math.prod(shape[axis] for axis in output)
-    return shape_scale(fan_in, fan_out, consistent_rms)
+def multiply(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
+    """``x * factor`` in the dtype and sharding of ``x``."""
+    factor = jnp.asarray(factor).astype(x.dtype)
+    if factor.ndim:
+        factor = jnp.zeros_like(x) + jnp.broadcast_to(factor, x.shape)
+    return x * factor

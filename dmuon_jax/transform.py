@@ -13,6 +13,7 @@ from optax.contrib import MuonState
 from dmuon_jax.apply_plan import apply_plan, on_specs
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.find_plan import Found, PlanFinder
+from dmuon_jax.gram import check_restarts
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.plan import Plan
@@ -40,6 +41,10 @@ def scale_by_dmuon(
     method: Method | None = None,
     implementation: str | None = None,
     owner_axes: tuple[str, ...] | None = None,
+    max_wave_bytes: int | None = None,
+    restarts: tuple[int, ...] | None = None,
+    bias_correction: bool = True,
+    sign_momentum: bool = False,
 ) -> optax.GradientTransformation:
     """Momentum replaced by nearly its orthogonal polar factor, computed on owners.
 
@@ -65,6 +70,10 @@ def scale_by_dmuon(
       method: see ``dmuon``.
       implementation: see ``dmuon``.
       owner_axes: see ``dmuon``.
+      max_wave_bytes: see ``dmuon``.
+      restarts: see ``dmuon``.
+      bias_correction: see ``dmuon``.
+      sign_momentum: see ``dmuon``.
 
     Returns:
       A ``GradientTransformation`` whose state is ``optax.contrib.MuonState``.
@@ -81,9 +90,11 @@ def scale_by_dmuon(
         method=method,
         implementation=implementation,
         owner_axes=owner_axes,
+        max_wave_bytes=max_wave_bytes,
     )
     check_arguments(ns_steps, beta, eps, preconditioning)
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
+    check_restarts(restarts, number_of_steps(ns_coeffs, ns_steps))
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
     finder = PlanFinder(options)
 
@@ -102,12 +113,16 @@ def scale_by_dmuon(
         treedef = jax.tree.structure(updates)
         grads = on_specs(by_path(updates), found, "in")
         count = optax.safe_increment(state.count)
-        mu, mu_hat = momentum(grads, by_path(state.mu), count, beta, nesterov)
+        corrected = count if bias_correction else None
+        mu, mu_hat = momentum(grads, by_path(state.mu), corrected, beta, nesterov)
+        if sign_momentum:
+            mu_hat = {p: jnp.sign(x) for p, x in mu_hat.items()}
         steps = static_steps(ns_steps)
         fn = functools.partial(
             orthogonalize_bucket,
             steps=steps if isinstance(steps, int) else None,
             preconditioning=preconditioning,
+            restarts=restarts,
             implementation=implementation,
         )
         operands = (state.ns_coeffs, jnp.asarray(steps), jnp.asarray(eps))
@@ -132,10 +147,22 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def momentum(
-    grads: Any, mu: Any, count: jax.Array, beta: jax.typing.ArrayLike, nesterov: bool
+    grads: Any,
+    mu: Any,
+    count: jax.Array | None,
+    beta: jax.typing.ArrayLike,
+    nesterov: bool,
 ) -> tuple[Any, Any]:
-    """The new momentum, and its bias-corrected (Nesterov) form, as optax computes them."""
+    """The new momentum, and its bias-corrected (Nesterov) form, as optax computes them.
+
+    Without ``count`` there is no correction, and the form is ``1 - beta`` times that of a
+    momentum which is a plain sum.
+    """
     mu = optax.tree.update_moment(grads, mu, beta, 1)
+    if count is None:
+        if not nesterov:
+            return mu, mu
+        return mu, jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu, grads)
     if not nesterov:
         return mu, optax.tree.bias_correction(mu, beta, count)
     ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
@@ -178,6 +205,14 @@ def static_steps(ns_steps: jax.typing.ArrayLike) -> int | jax.Array:
     return int(ns_steps)
 
 
+def number_of_steps(ns_coeffs: Any, ns_steps: jax.typing.ArrayLike) -> int | None:
+    """The rows of a table, or ``ns_steps``; None where only run time knows."""
+    if np.ndim(ns_coeffs) == 2:
+        return np.shape(ns_coeffs)[0]
+    steps = static_steps(ns_steps)
+    return steps if isinstance(steps, int) else None
+
+
 def init_momentum(params: Any, found: Found, mu_dtype: Any) -> Any:
     """Zeros like ``params``, in the momentum's shardings."""
     leaves = {item.leaf.path: item.leaf for item in found.plan.layouts}
@@ -196,7 +231,7 @@ def init_momentum(params: Any, found: Found, mu_dtype: Any) -> Any:
 
 
 def orthogonalize_bucket(
-    x, bucket, operands, *, steps, preconditioning, implementation
+    x, bucket, operands, *, steps, preconditioning, restarts, implementation
 ):
     """The iteration on one bucket, as its plan says."""
     coefficients, traced_steps, eps = operands
@@ -208,6 +243,7 @@ def orthogonalize_bucket(
         compute_dtype=bucket.compute_dtype,
         eps=eps,
         preconditioning=preconditioning,
+        restarts=restarts,
         implementation=implementation,
     )
 

@@ -14,9 +14,9 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-import kernel_cases as cases
 from dmuon_jax.kernels import pallas_mosaic_sm90, xla
 from dmuon_jax.kernels.tiles import TileConfig
+from tests import kernel_cases as cases
 
 COEFFICIENTS = np.array([0.75, -1.5, 0.25], np.float32)
 SQUARE = TileConfig(128, 128, num_stages=2)
@@ -98,9 +98,7 @@ def main():
         result = measure(pallas_mosaic_sm90, *CASES[name])
     else:
         module = cases.faulty(pallas_mosaic_sm90, *FAULTS[name])
-        result = measure(
-            module, FAULTY_CONFIGS[name], "float16", 256, 128, False, True
-        )
+        result = measure(module, FAULTY_CONFIGS[name], "float16", 256, 128, False, True)
     print(json.dumps(result))
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-import kernel_cases as cases
 from dmuon_jax import kernels
 from dmuon_jax.kernels.select import candidates
 from dmuon_jax.kernels.support import describe_device
 from dmuon_jax.kernels.tiles import ChainConfig, TileConfig, triangle_order
+from tests import kernel_cases as cases
 
 COEFFICIENTS = np.array([0.75, -1.5, 0.25], np.float32)
 STEPS = np.array([[3.4445, -4.7750, 2.0315], [1.875, -1.25, 0.375]], np.float32)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kernel_cases as cases
 from dmuon_jax import kernels
 from dmuon_jax.kernels import pallas_triton, pallas_triton_small, xla
-from dmuon_jax.kernels.select import _TILES
+from dmuon_jax.kernels.select import TILES
 from dmuon_jax.kernels.tiles import TileConfig
+from tests import kernel_cases as cases
 
 INTERPRETED = "pallas_triton_interpret"
 COEFFICIENTS = np.array([0.75, -1.5, 0.25], np.float32)
@@ -32,12 +32,12 @@ def no_worse(value, baseline, reference):
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
-        *((config, "float16") for config in _TILES["pallas_triton"]),
-        (_TILES["pallas_triton"][-1], "bfloat16"),
+        *((config, "float16") for config in TILES["pallas_triton"]),
+        (TILES["pallas_triton"][-1], "bfloat16"),
     ],
 )
 def test_products_for_every_config(config, dtype):
-    """Three batch slots, the EMPTY one full of NaN; tiles on, off and at the diagonal."""
+    """Three slots, the EMPTY one full of NaN; tiles on and off the diagonal."""
     size, depth = 3 * config.rows, 2 * config.rows
     x = cases.matrices((3, size, depth), dtype).at[1].set(jnp.nan)
     r = pallas_triton.gram(x, VALID, config, True)
@@ -161,7 +161,12 @@ def chain_error(module):
         (pallas_triton, gram_error, "a.shape[2] // config.depth", "0"),
         (pallas_triton, product_error, "j * config.columns + jax", "jax"),
         (pallas_triton, product_error, "tile *= coefficients[0]", "pass"),
-        (pallas_triton_small, chain_error, "_add(b, gram, c * _dot(gram, gram))", "gram"),
+        (
+            pallas_triton_small,
+            chain_error,
+            "_add(b, gram, c * _dot(gram, gram))",
+            "gram",
+        ),
     ],
     ids=[
         "unwritten mirror",

@@ -141,12 +141,41 @@ def test_custom_kernels_are_told_or_named():
         "%s = bf16[64,64] custom-call(%x), custom_call_target="
         '"tpu_custom_call", backend_config={"custom_call_config":{"cost_estimate":'
         '{"flops":"123","transcendentals":"0"}}}',
-        "ROOT %h = bf16[64,64] custom-call(%x), custom_call_target=\"Sharding\"",
+        'ROOT %h = bf16[64,64] custom-call(%x), custom_call_target="Sharding"',
     )
     found = dot_flops(module(lines))
     assert (found.total, found.unknown_kernels) == (123.0, ("k",))
     told = dot_flops(module(lines), kernel_flops={"newton_schulz": 7.0})
     assert (told.total, told.unknown_kernels) == (130.0, ())
+
+
+@pytest.mark.parametrize(
+    "name, operands, result, flops",
+    [
+        # Three of four tiles; six of nine; all but the diagonal's halves.
+        (
+            "gram",
+            ("s32[3,2]", "f16[5,64,96]", "f16[5,64,96]"),
+            64,
+            0.75 * 5 * 64**2 * 96,
+        ),
+        ("symmetric_matmul", ("s32[6,2]", "f16[5,48,48]"), 48, 6 / 9 * 5 * 48**3),
+        ("gram", ("f16[5,64,96]",), 64, 0.5 * 5 * 64**2 * 96),
+        ("polynomial_kernel", ("f32[4,3]", "f16[5,64,64]"), 64, 4 * 4 * 5 * 64**3),
+        ("direct_kernel", ("f32[4,3]", "f16[5,64,64]"), 64, 4 * 3 * 5 * 64**3),
+    ],
+)
+def test_own_kernels(name, operands, result, flops):
+    lines = [f"%p{i} = {type_} parameter({i})" for i, type_ in enumerate(operands)]
+    names = ", ".join(f"%p{i}" for i in range(len(operands)))
+    lines.append(
+        f"ROOT %k = f16[5,{result},{result}] custom-call({names}), "
+        'custom_call_target="mosaic_gpu_v2", '
+        f'metadata={{op_name="jit(f)/jit(_product)/{name}/mpmd_map"}}'
+    )
+    found = dot_flops(module(lines))
+    assert found.total == pytest.approx(2 * flops)
+    assert found.unknown_kernels == ()
 
 
 def test_library_matmuls_without_dimension_numbers():
@@ -206,6 +235,25 @@ def test_generic_async_start_with_two_collectives():
         ("all-gather", 1024, True),
         ("all-reduce", 16, True),
     ]
+
+
+def test_reduce_scatter_as_a_fusion():
+    body = """%all-reduce-scatter.1 (p: f32[64]) -> f32[8] {
+  %p = f32[64] parameter(0)
+  %r = f32[64] all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add
+  %i = u32[] partition-id()
+  ROOT %s = f32[8] dynamic-slice(%r, %i), dynamic_slice_sizes={8}
+}"""
+    lines = (
+        "%p = f32[64] parameter(0)",
+        "ROOT %f = f32[8] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1",
+    )
+    (item,) = collectives(module(lines, body))
+    assert (item.kind, item.num_bytes, item.asynchronous) == (
+        "reduce-scatter",
+        256,
+        False,
+    )
 
 
 def test_start_types_do_not_change_bytes():

@@ -95,7 +95,9 @@ def test_branches_are_weighted_by_the_devices_that_run_them(updates):
     plan = updates[0]
     flops = iteration_flops((64, 256), "direct")
     buckets = tuple(
-        dataclasses.replace(bucket, branches=((1,), (2,)), branch_of=(1, 1, 1, *[0] * 5))
+        dataclasses.replace(
+            bucket, branches=((1,), (2,)), branch_of=(1, 1, 1, *[0] * 5)
+        )
         if bucket.shape == (64, 256)
         else dataclasses.replace(
             bucket,

@@ -39,9 +39,7 @@ def program(x, w):
 
     x, _ = jax.lax.scan(body, x, None, length=5)
     branch = jax.lax.axis_index("b") % 3
-    x = jax.lax.switch(
-        branch, [lambda y: y, lambda y: y @ w, lambda y: (y @ w) @ w], x
-    )
+    x = jax.lax.switch(branch, [lambda y: y, lambda y: y @ w, lambda y: (y @ w) @ w], x)
     x = jax.lax.all_to_all(x, "b", 0, 0, tiled=True)
     x = jax.lax.all_gather(x, "a", axis=0, tiled=True)
     x = jax.lax.psum_scatter(x, "b", tiled=True)
@@ -139,9 +137,7 @@ def test_check_names_the_operation(compiled):
 def test_branch_weights(compiled):
     name = audit(compiled).flops.conditionals[0].name
     # Of four devices, two run branch 0, one branch 1, one branch 2.
-    report = audit(
-        compiled, ideal_flops=1.0, branch_weights={name: (0.5, 0.25, 0.25)}
-    )
+    report = audit(compiled, ideal_flops=1.0, branch_weights={name: (0.5, 0.25, 0.25)})
     assert report.redundancy == 5 * 2 * N**3 + 0.25 * 2 * N**3 + 0.25 * 4 * N**3
     assert report.dot_flops == 5 * 2 * N**3 + 4 * N**3
 

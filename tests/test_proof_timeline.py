@@ -62,10 +62,15 @@ def test_overlap_by_hand():
     assert timeline.step_us == pytest.approx(exchange_us + DOT_US)
     assert timeline.total_us("compute") == pytest.approx(2 * DOT_US)
     assert timeline.total_us("communication") == pytest.approx(exchange_us)
+    share = (exchange_us - DOT_US) / exchange_us
+    assert timeline.exposed_share() == pytest.approx(share)
+    assert timeline.exposed_share("elsewhere") == 0
 
 
 def test_the_communication_stream_is_one_lane():
-    gather = "((bf16[2]), bf16[8]) all-gather-start(%p), replica_groups={}, dimensions={0}"
+    gather = (
+        "((bf16[2]), bf16[8]) all-gather-start(%p), replica_groups={}, dimensions={0}"
+    )
     timeline = run(
         entry(
             "%p = bf16[2] parameter(0)",
@@ -89,7 +94,9 @@ def test_synchronous_collectives_hide_nothing(config):
             "%x = bf16[8,8] parameter(0)",
             f"%s = bf16[8,8] all-reduce{start}(%x), replica_groups={{}}{config}",
             f"%d = bf16[8,8] {DOT}",
-            "ROOT %r = bf16[8,8] all-reduce-done(%s)" if config else "ROOT %r = () tuple()",
+            "ROOT %r = bf16[8,8] all-reduce-done(%s)"
+            if config
+            else "ROOT %r = () tuple()",
         )
     )
     reduce_us = 100 + 2 * 128 * 3 / 4

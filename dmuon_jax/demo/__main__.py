@@ -47,7 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE|DIR",
         help="text to train on (default: the .py files of this Python's library)",
     )
-    add("--steps", type=positive, default=50, help="steps of each run (default: 50)")
+    add("--steps", type=positive, default=40, help="steps of each run (default: 40)")
     add("--batch", type=positive, default=8, help="sequences per step (default: 8)")
     add("--seed", type=int, default=0, help="weights and batches (default: 0)")
     add("--size", choices=sorted(SIZES), default="small", help="size of the model")
@@ -66,9 +66,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--save-every",
         type=positive,
-        default=25,
+        default=20,
         metavar="N",
-        help="steps between checkpoints (default: 25); the last step has one anyway",
+        help="steps between checkpoints (default: 20); the last step has one anyway",
     )
     add("--resume", action="store_true", help="continue the checkpoints in --out")
     add(

@@ -1,4 +1,4 @@
-"""Batched products for Newton-Schulz, each with an XLA and, on GPUs, Pallas versions."""
+"""Batched products for Newton-Schulz: an XLA version of each, and Pallas on GPUs."""
 
 from dmuon_jax.kernels.api import (
     direct_chain,

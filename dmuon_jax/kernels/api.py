@@ -133,9 +133,7 @@ def polynomial_chain(
         )
         return xla.keep_valid(chains.polynomial_chain(r, coefficients, product), valid)
 
-    return _chain(
-        "polynomial_chain", composed, implementation, r, coefficients, valid
-    )
+    return _chain("polynomial_chain", composed, implementation, r, coefficients, valid)
 
 
 def direct_chain(
@@ -231,6 +229,4 @@ def _check_valid(valid: jax.Array | None, batch: tuple[int, ...]) -> None:
     if valid.dtype != jnp.bool_:
         raise TypeError(f"valid must be bool, got {valid.dtype}")
     if valid.shape != batch:
-        raise ValueError(
-            f"valid must have the batch shape {batch}, got {valid.shape}"
-        )
+        raise ValueError(f"valid must have the batch shape {batch}, got {valid.shape}")

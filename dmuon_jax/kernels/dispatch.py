@@ -7,7 +7,7 @@ from types import ModuleType
 import jax
 
 from dmuon_jax.kernels.pallas_common import flatten_batch, pad_matrices
-from dmuon_jax.kernels.select import Choice, Implementation
+from dmuon_jax.kernels.select import INTERPRETED, Choice, Implementation
 from dmuon_jax.kernels.tiles import next_power
 
 _SMALLEST_SIDE = 32
@@ -28,7 +28,7 @@ def run(
     if choice.implementation == "xla":
         return reference(*operands)
     kernel = functools.partial(kernel, choice)
-    if isinstance(implementation, str):
+    if isinstance(implementation, str) or _interpreted(choice):
         return kernel(*operands)
     return jax.lax.platform_dependent(*operands, cuda=kernel, default=reference)
 
@@ -45,7 +45,7 @@ def _module(choice: Choice) -> ModuleType:
 
 
 def _interpreted(choice: Choice) -> bool:
-    return choice.implementation == "pallas_triton_interpret"
+    return choice.implementation == INTERPRETED
 
 
 def gram(choice: Choice, x: jax.Array, valid: jax.Array | None) -> jax.Array:

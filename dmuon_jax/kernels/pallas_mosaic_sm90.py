@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dmuon_jax.kernels.pallas_common import result_like, varying_together
+from dmuon_jax.kernels.pallas_common import varying_together
 from dmuon_jax.kernels.support import target_device
 from dmuon_jax.kernels.tiles import TileConfig, triangle_order
 
@@ -26,7 +26,9 @@ _TRANSFORMS = (plgpu.TilingTransform((8, _SWIZZLE)), plgpu.SwizzleTransform(128)
 
 def _pipeline(body, context, config: TileConfig, is_gram: bool, num_steps: int):
     """The loop over slices of the contracted axis, loads running ahead of products."""
-    right = (config.columns, config.depth) if is_gram else (config.depth, config.columns)
+    right = (
+        (config.columns, config.depth) if is_gram else (config.depth, config.columns)
+    )
     spec = functools.partial(
         plgpu.BlockSpec,
         transforms=_TRANSFORMS,
@@ -55,7 +57,7 @@ def _ignore(*args, **kwargs):
 def _kernel(
     order, valid, coefficients, a, b, c, d, *, config: TileConfig, is_gram: bool
 ):
-    """Every tile this program is to compute; *valid*, *coefficients*, *c* may be None."""
+    """All tiles this program computes; *valid*, *coefficients*, *c* may be None."""
     num_groups = config.num_warps // 4
     group_rows = config.rows // num_groups
     shape = (group_rows, config.columns)
@@ -156,9 +158,7 @@ def _kernel(
 @functools.partial(
     jax.jit, static_argnames=("config", "is_gram", "num_cores", "interpret")
 )
-def _product(
-    a, b, c, coefficients, valid, *, config, is_gram, num_cores, interpret
-):
+def _product(a, b, c, coefficients, valid, *, config, is_gram, num_cores, interpret):
     batch, size, _ = a.shape
     order = jnp.asarray(triangle_order(size // config.rows, config))
     operands = {"order": order, "a": a, "b": b, "c": c}

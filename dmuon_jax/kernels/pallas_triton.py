@@ -5,7 +5,7 @@ mirror image. Operands have one batch dimension and sides that are multiples of 
 tile's rows.
 
 Roofline: an `s x s` product of depth `l` costs `s^2 l (1 + rows / s)` FLOPs, half of a
-full product's `2 s^2 l` for many tiles, and moves at least `2 s (l + s)` bytes. Tiles of
+full product's for many tiles, and moves at least `2 s (l + s)` bytes. Tiles of
 128 x 128 do 64 FLOPs per byte read through L2, those of 64 x 64 half of that.
 """
 
@@ -109,7 +109,7 @@ def gram(
     config: TileConfig,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ x^T` for 16-bit *x* `[batch, s, l]`, s and l multiples of the tile's rows."""
+    """`x @ x^T` for 16-bit `[batch, s, l]`, s and l multiples of the tile's rows."""
     return _product(
         x, x, None, None, valid, config=config, is_gram=True, interpret=interpret
     )

@@ -83,9 +83,7 @@ def _chain(x, coefficients, valid, *, compute, num_warps, interpret):
     operands = varying_together(*operands, x)
     compute_steps = functools.partial(compute, steps=coefficients.shape[0])
     return pl.pallas_call(
-        functools.partial(
-            _per_matrix, compute=compute_steps, flags=valid is not None
-        ),
+        functools.partial(_per_matrix, compute=compute_steps, flags=valid is not None),
         out_shape=result_like(operands[-1], x.shape),
         grid=(x.shape[0],),
         compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),

@@ -21,7 +21,7 @@ _MIN_SIDE = {"pallas_triton": 256, "pallas_mosaic_sm90": 512}
 # Multiprocessors assumed of a GPU that does not tell how many it has.
 _DEFAULT_NUM_CORES = 108
 
-_TILES = {
+TILES = {
     "pallas_triton": (
         TileConfig(128, 128, num_warps=8, num_stages=3),
         TileConfig(128, 64, num_warps=4, num_stages=3),
@@ -31,6 +31,23 @@ _TILES = {
         TileConfig(128, 128, num_warps=8, num_stages=4),
         TileConfig(256, 128, num_warps=8, num_stages=3),
         TileConfig(128, 64, num_warps=8, num_stages=5),
+    ),
+}
+
+# Further tiles, which only a measurement may choose.
+MORE_TILES = {
+    "pallas_triton": (
+        TileConfig(128, 128, num_warps=8, num_stages=4),
+        TileConfig(128, 128, depth=32, num_warps=8, num_stages=4),
+        TileConfig(128, 64, num_warps=4, num_stages=4),
+        TileConfig(64, 64, num_warps=4, num_stages=3),
+        TileConfig(64, 64, depth=32, num_warps=4, num_stages=4),
+        TileConfig(128, 128, num_warps=8, num_stages=3, supertile=16),
+    ),
+    "pallas_mosaic_sm90": (
+        TileConfig(128, 128, num_warps=8, num_stages=5),
+        TileConfig(128, 128, num_warps=8, num_stages=4, supertile=16),
+        TileConfig(256, 128, num_warps=8, num_stages=3, supertile=4),
     ),
 }
 
@@ -135,20 +152,28 @@ def candidates(problem: Problem, device: Device) -> tuple[Choice, ...]:
             config = _chain_config(problem, implementation, device)
             configs = () if config is None else (config,)
         else:
-            configs = _TILES[implementation]
+            configs = TILES[implementation] + MORE_TILES[implementation]
         found += [Choice(implementation, config, "candidate") for config in configs]
+    if problem.kernel in CHAINS and not _pallas_refusal(problem, device):
+        found.append(Choice("composed", None, "candidate"))
     return tuple(found)
+
+
+def _pallas_refusal(problem: Problem, device: Device) -> str:
+    """Why no Pallas kernel can run; "" where one can."""
+    refusals = [refusal(each, device, problem.dtype) for each in PALLAS]
+    return "; ".join(refusals) if all(refusals) else ""
 
 
 def _named(problem: Problem, name: str, device: Device) -> Choice:
     if name == INTERPRETED:
         return _interpreted(problem, device)
     names = PALLAS if name == "pallas" else (name,)
-    refusals = [refusal(each, device, problem.dtype) for each in names]
-    able = [each for each, why in zip(names, refusals, strict=True) if not why]
+    refusals = {each: refusal(each, device, problem.dtype) for each in names}
+    able = [each for each in names if not refusals[each]]
     if not able:
         raise NotImplementedError(
-            f"implementation={name!r} cannot run here: {'; '.join(refusals)}"
+            f"implementation={name!r} cannot run here: {'; '.join(refusals.values())}"
         )
     best = able[-1]
     if problem.kernel in PRODUCTS:
@@ -167,7 +192,7 @@ def _interpreted(problem: Problem, device: Device) -> Choice:
             f"implementation={INTERPRETED!r} needs {DTYPES}, got {problem.dtype}"
         )
     if problem.kernel in PRODUCTS:
-        return Choice(INTERPRETED, _TILES["pallas_triton"][-1], "named")
+        return Choice(INTERPRETED, TILES["pallas_triton"][-1], "named")
     config = _chain_config(problem, "pallas_triton", device)
     if config is None:
         return Choice("composed", None, f"too large for one program: {INTERPRETED}")
@@ -175,10 +200,10 @@ def _interpreted(problem: Problem, device: Device) -> Choice:
 
 
 def _heuristic(problem: Problem, device: Device) -> Choice:
-    refusals = {each: refusal(each, device, problem.dtype) for each in PALLAS}
-    able = [each for each in PALLAS if not refusals[each]]
-    if not able:
-        return Choice("xla", None, refusals["pallas_triton"])
+    why_not = _pallas_refusal(problem, device)
+    if why_not:
+        return Choice("xla", None, why_not)
+    able = [each for each in PALLAS if not refusal(each, device, problem.dtype)]
     if problem.batch == 0:
         return Choice("xla", None, "nothing to compute")
     if problem.kernel in CHAINS:
@@ -227,7 +252,7 @@ def _best_tiles(problem: Problem, implementation: str, device: Device) -> TileCo
         intensity = area / (config.rows + config.columns)
         return waves * area * (intensity + 16) / intensity
 
-    return min(_TILES[implementation], key=cost)
+    return min(TILES[implementation], key=cost)
 
 
 def _padded(problem: Problem) -> Problem:

@@ -84,9 +84,7 @@ def target_device() -> Device:
             default = jax.local_devices(backend=default)[0]
         mesh = jax.sharding.Mesh([default], ("device",))
         abstract = mesh.abstract_mesh.abstract_device
-    return describe_device(
-        abstract.platform, abstract.device_kind, abstract.num_cores
-    )
+    return describe_device(abstract.platform, abstract.device_kind, abstract.num_cores)
 
 
 def refusal(implementation: str, device: Device, dtype: str) -> str:

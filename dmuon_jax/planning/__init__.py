@@ -2,6 +2,7 @@
 
 from dmuon_jax.planning.problem import (
     CostModel,
+    Limits,
     Method,
     Problem,
     Shape,
@@ -13,6 +14,7 @@ from dmuon_jax.planning.solver import solve
 
 __all__ = [
     "CostModel",
+    "Limits",
     "Method",
     "Problem",
     "Shape",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 from dmuon_jax.layout import Layout, LeafLayout, leaf_layout
@@ -33,6 +34,8 @@ class Settings:
       compute_dtype: dtype of the iteration; None for the platform's default.
       method: "direct", "gram", or None to choose by cost.
       bandwidths: bytes per microsecond along each mesh axis.
+      max_wave_bytes: limit on the whole matrices that a device holds at a time, in bytes
+        of float32; leaves are then worked through in waves. None: all at once.
     """
 
     owner_axes: Axes
@@ -42,6 +45,7 @@ class Settings:
     compute_dtype: str | None = None
     method: Method | None = None
     bandwidths: tuple[tuple[str, float], ...] = ()
+    max_wave_bytes: int | None = None
 
 
 def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Plan:
@@ -52,13 +56,14 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
     """
     leaves = tuple(leaves)
     layouts = [leaf_layout(leaf, mesh, settings.owner_axes) for leaf in leaves]
-    keys: dict[Layout, list[int]] = {}
+    waves = assign_waves(layouts, settings.max_wave_bytes)
+    keys: dict[tuple[int, Layout], list[int]] = {}
     for index, item in enumerate(layouts):
-        keys.setdefault(item.layout, []).append(index)
+        keys.setdefault((waves[index], item.layout), []).append(index)
     members = list(keys.values())
     dtypes = [
         travel_dtype(layout.dtype, settings.exchange_dtype, EXCHANGE_DTYPE, settings)
-        for layout in keys
+        for _, layout in keys
     ]
     tasks = tuple(
         task(layouts, indices, dtype, number)
@@ -74,7 +79,7 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
     )
     solution = solve(problem)
     groups = tuple(
-        Group(tuple(indices), dtype, counts)
+        Group(tuple(indices), dtype, counts, waves[indices[0]])
         for indices, dtype, counts in zip(members, dtypes, solution.counts, strict=True)
     )
     group_layouts = [layouts[indices[0]] for indices in members]
@@ -91,6 +96,33 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         gap=solution.gap,
         status=solution.status,
     )
+
+
+def assign_waves(layouts: Sequence[LeafLayout], limit: int | None) -> list[int]:
+    """The wave of each leaf: leaves of one layout together, each wave up to ``limit``.
+
+    Raises:
+      ValueError: if one leaf alone is above the limit.
+    """
+    if limit is None:
+        return [0] * len(layouts)
+    first: dict[Layout, int] = {}
+    for index, item in enumerate(layouts):
+        first.setdefault(item.layout, index)
+    waves, wave, held = [0] * len(layouts), 0, 0
+    for index in sorted(range(len(layouts)), key=lambda i: first[layouts[i].layout]):
+        item = layouts[index]
+        slots = -(-item.core // item.layout.num_owners)
+        share = 4 * slots * math.prod(item.layout.parcel_shape)
+        if share > limit:
+            raise ValueError(
+                f"max_wave_bytes must hold the share of each leaf, {share} bytes, got "
+                f"{limit} at {item.leaf.path}"
+            )
+        if held and held + share > limit:
+            wave, held = wave + 1, 0
+        waves[index], held = wave, held + share
+    return waves
 
 
 def travel_dtype(
@@ -143,12 +175,12 @@ def make_buckets(
     methods: dict[tuple[int, int], Method],
     settings: Settings,
 ) -> tuple[Bucket, ...]:
-    """Collects the pieces of all groups by shape, dtype and varying axes."""
+    """Collects the pieces of all groups by wave, shape, dtype and varying axes."""
     keys: dict[tuple, list[Member]] = {}
     for index, item in enumerate(layouts):
         dtype = item.layout.dtype
         for piece, shape in enumerate(item.leaf.matrix_shapes):
-            key = (oriented(shape), dtype, item.layout.varying)
+            key = (-groups[index].wave, oriented(shape), dtype, item.layout.varying)
             keys.setdefault(key, []).append(Member(index, piece))
     return tuple(
         Bucket(
@@ -165,7 +197,7 @@ def make_buckets(
                 >= MIN_BRANCH_US[settings.platform],
             ),
         )
-        for (shape, dtype, _), members in sorted(keys.items(), reverse=True)
+        for (_, shape, dtype, _), members in sorted(keys.items(), reverse=True)
     )
 
 

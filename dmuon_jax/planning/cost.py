@@ -124,9 +124,7 @@ class RooflineCost:
     def time_us(self, shape: Shape, batch: int, method: Method) -> float:
         """Returns microseconds for *batch* matrices of *shape*."""
         itemsize, device = ITEMSIZE[self.dtype], self.device
-        works = iteration_work(
-            shape, method, self.steps, self.restarts, self.symmetric
-        )
+        works = iteration_work(shape, method, self.steps, self.restarts, self.symmetric)
         total = device.kernel_latency_us + device.stream_us(
             batch * PASSES * math.prod(shape) * itemsize
         )

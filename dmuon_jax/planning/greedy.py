@@ -1,5 +1,7 @@
 """Plans without a solver: even spread, longest processing time first, local search."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from dmuon_jax.planning.model import Counts, Model
@@ -7,6 +9,7 @@ from dmuon_jax.planning.model import Counts, Model
 FORBIDDEN = np.iinfo(np.int64).max // 4
 MAX_MOVES = 500
 MAX_WALKS = 3
+MAX_TRIES = 20
 # Tasks of more parcels are spread evenly but for their last rounds.
 MAX_SINGLE = 1024
 KEPT_ROUNDS = 3
@@ -81,7 +84,7 @@ def greedy_counts(
     if start is None:
         start = tuple(np.zeros(num, np.int64) for num in model.owners)
     spread = Spread(model, table, start)
-    for task in _longest_first(model, table):
+    for task in longest_first(model, table):
         family, step = model.family_of[task], model.pieces[task]
         if not step.any():
             spread.counts[task][:] = even_counts(model)[task]
@@ -98,7 +101,7 @@ def greedy_counts(
     return spread.counts
 
 
-def _longest_first(model: Model, table: tuple[np.ndarray, ...]) -> list[int]:
+def longest_first(model: Model, table: tuple[np.ndarray, ...]) -> list[int]:
     """Orders tasks by the time of one parcel; those of fewer owners come first."""
     single = {
         t: sum(int(table[b][k]) for b, k in enumerate(model.pieces[t]) if k)
@@ -108,16 +111,22 @@ def _longest_first(model: Model, table: tuple[np.ndarray, ...]) -> list[int]:
 
 
 def balance(
-    model: Model, table: tuple[np.ndarray, ...], counts: Counts, slots: np.ndarray
+    model: Model,
+    table: tuple[np.ndarray, ...],
+    counts: Counts,
+    slots: np.ndarray,
+    allowed: Callable[[Counts], bool] | None = None,
 ) -> Counts:
     """Moves and swaps parcels away from the most loaded device while that helps.
 
-    Each step makes the sorted list of loads smaller, so the search ends; *slots* are
-    never exceeded.
+    Each step makes the sorted list of loads smaller, so the search ends. No more than
+    *slots* are ever used, and only plans that are *allowed*, by default all.
     """
     spread = Spread(model, table, counts)
     for _ in range(MAX_MOVES):
-        if not any(_relieve(spread, family, slots) for family in _families(model)):
+        if not any(
+            _relieve(spread, family, slots, allowed) for family in _families(model)
+        ):
             break
     return spread.counts
 
@@ -126,43 +135,66 @@ def _families(model: Model) -> range:
     return range(len(model.members) - 1, -1, -1)
 
 
-def _relieve(spread: Spread, family: int, slots: np.ndarray) -> bool:
+def _relieve(
+    spread: Spread,
+    family: int,
+    slots: np.ndarray,
+    allowed: Callable[[Counts], bool] | None,
+) -> bool:
     """Applies the best move or swap from the most loaded device's owner, if any."""
+    source = int(spread.model.owner_of[family][spread.loads.argmax()])
+    options = _options(spread, family, slots, source)
+    if allowed is None:
+        options = [min(options)] if options else []
+    for _, target, given, taken in sorted(options)[:MAX_TRIES]:
+        spread.add(given, source, -1)
+        spread.add(given, target)
+        if taken >= 0:
+            spread.add(taken, target, -1)
+            spread.add(taken, source)
+        if allowed is None or allowed(spread.counts):
+            return True
+        spread.add(given, target, -1)
+        spread.add(given, source)
+        if taken >= 0:
+            spread.add(taken, source, -1)
+            spread.add(taken, target)
+    return False
+
+
+def _options(
+    spread: Spread, family: int, slots: np.ndarray, source: int
+) -> list[tuple[int, int, int, int]]:
+    """Lists what lowers the loads of a source and some target.
+
+    Returns:
+      Tuples (the larger load afterwards, target, task given, task taken or -1), for
+      each pair of tasks the best target.
+    """
     model = spread.model
-    source = int(model.owner_of[family][spread.loads.argmax()])
-    members = model.members[family]
-    here = members[source]
-    tasks = [
-        t for t in range(model.num_tasks) if model.family_of[t] == family
-    ]
-    nothing = np.zeros(len(model.shapes), np.int64)
-    best, choice = int(spread.loads[here].max()), None
+    here = model.members[family][source]
+    now = int(spread.loads[here].max())
+    tasks = [t for t in range(model.num_tasks) if model.family_of[t] == family]
+    options = []
     for given in (t for t in tasks if spread.counts[t][source] > 0):
-        for taken in (None, *(t for t in tasks if t != given)):
-            back = nothing if taken is None else model.pieces[taken]
-            if taken is not None and spread.counts[taken][source] >= slots[taken]:
-                continue
-            step = model.pieces[given] - back
+        for taken in (-1, *(t for t in tasks if t != given)):
+            step = model.pieces[given]
+            if taken >= 0:
+                if spread.counts[taken][source] >= slots[taken]:
+                    continue
+                step = step - model.pieces[taken]
             left = int((spread.loads[here] + spread.changes(-step, here)).max())
-            if left >= best:
+            if left >= now:
                 continue
             worst = np.maximum(spread.loads_with(family, step), left)
             worst[spread.counts[given] >= slots[given]] = FORBIDDEN
-            if taken is not None:
+            if taken >= 0:
                 worst[spread.counts[taken] <= 0] = FORBIDDEN
             worst[source] = FORBIDDEN
             target = int(worst.argmin())
-            if worst[target] < best:
-                best, choice = int(worst[target]), (given, taken, target)
-    if choice is None:
-        return False
-    given, taken, target = choice
-    spread.add(given, source, -1)
-    spread.add(given, target)
-    if taken is not None:
-        spread.add(taken, target, -1)
-        spread.add(taken, source)
-    return True
+            if worst[target] < now:
+                options.append((int(worst[target]), target, given, taken))
+    return options
 
 
 def search(model: Model, table: tuple[np.ndarray, ...], target: int = 0) -> Counts:
@@ -176,15 +208,38 @@ def search(model: Model, table: tuple[np.ndarray, ...], target: int = 0) -> Coun
       table: Cost of each bucket by count.
       target: Ticks: an objective that is good enough.
     """
-    best = even_counts(model)
-    for slots in (model.min_slots, model.max_slots):
+    packed = {
+        name: greedy_counts(model, table, slots)
+        for name, slots in (("wide", model.max_slots), ("tight", model.min_slots))
+    }
+    plans = [even_counts(model), *(c for c in packed.values() if c is not None)]
+    best = model.best(tuple(plans), table)
+    for counts, slots in ((packed["tight"], model.min_slots), (packed["wide"], None)):
         if model.objective(best, table) <= target:
             return best
-        packed = greedy_counts(model, table, slots)
-        if packed is not None and model.fits(model.slots(packed)):
-            balanced = balance(model, table, packed, slots)
-            best = model.best((best, packed, balanced), table)
+        if counts is not None:
+            limits = model.max_slots if slots is None else slots
+            best = model.best((best, balance(model, table, counts, limits)), table)
+    for family in range(len(model.members) if len(model.members) > 1 else 0):
+        best = _place_anew(model, table, best, family)
     return walk_slots(model, table, best, target)
+
+
+def _place_anew(
+    model: Model, table: tuple[np.ndarray, ...], best: Counts, family: int
+) -> Counts:
+    """Spreads the other families evenly or as they are, and one family around them."""
+    inside = [f == family for f in model.family_of]
+    candidates = [best]
+    for others in (best, even_counts(model)):
+        start = tuple(row * (not own) for row, own in zip(others, inside, strict=True))
+        for slots in (model.min_slots, model.max_slots):
+            limits = np.where(inside, slots, np.maximum(model.slots(others), 1))
+            limits = np.maximum(limits, model.min_slots)
+            placed = greedy_counts(model, table, limits, start)
+            if placed is not None and model.fits(model.slots(placed)):
+                candidates.append(balance(model, table, placed, model.slots(placed)))
+    return model.best(tuple(candidates), table)
 
 
 def walk_slots(

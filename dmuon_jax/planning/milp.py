@@ -144,7 +144,9 @@ def _extra_slots(model: Model, packing: Packing) -> list[tuple[int, int]]:
     for column, task in enumerate(packing.tasks.tolist()):
         if model.slot_ticks[task] > 0:
             most = max(int(p[:, column].max()) for p in packing.patterns)
-            extra += [(task, k) for k in range(int(model.min_slots[task]) + 1, most + 1)]
+            extra += [
+                (task, k) for k in range(int(model.min_slots[task]) + 1, most + 1)
+            ]
     return sorted(extra)
 
 

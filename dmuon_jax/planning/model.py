@@ -141,8 +141,14 @@ class Model:
     def best(
         self, candidates: tuple[Counts, ...], table: tuple[np.ndarray, ...]
     ) -> Counts:
-        """Returns the first of the plans with the smallest objective."""
-        return min(candidates, key=lambda counts: self.objective(counts, table))
+        """Returns the first of the plans with the smallest objective.
+
+        Plans above the memory limit count only where there is no other.
+        """
+        return min(
+            candidates,
+            key=lambda c: (not self.fits(self.slots(c)), self.objective(c, table)),
+        )
 
 
 def build_model(problem: Problem) -> Model:

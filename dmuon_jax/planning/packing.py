@@ -151,7 +151,9 @@ def _coarse_first(
     """Groups tasks that share buckets; groups of long matrices come first."""
     groups: list[list[int]] = []
     for task in tasks.tolist():
-        joined = [g for g in groups if (model.pieces[g].max(0) * model.pieces[task]).any()]
+        joined = [
+            g for g in groups if (model.pieces[g].max(0) * model.pieces[task]).any()
+        ]
         groups = [g for g in groups if g not in joined]
         groups.append(sorted([task, *(t for g in joined for t in g)]))
     longest = {

@@ -27,11 +27,13 @@ class Group:
       exchange_dtype: dtype in which blocks travel.
       counts: parcels on each free owner, row-major over the layout's free axes. Every
         owner has ``max(counts)`` slots; those beyond its count are EMPTY.
+      wave: waves are worked through one after another, to bound memory.
     """
 
     leaves: tuple[int, ...]
     exchange_dtype: str
     counts: tuple[int, ...]
+    wave: int = 0
 
     @property
     def slots(self) -> int:
@@ -108,6 +110,14 @@ class Plan:
     def group_layout(self, group: Group):
         """The layout that the leaves of ``group`` share."""
         return self.layouts[group.leaves[0]].layout
+
+    @property
+    def num_waves(self) -> int:
+        return 1 + max((group.wave for group in self.groups), default=0)
+
+    def wave_of(self, bucket: Bucket) -> int:
+        """The wave of the groups that feed ``bucket``."""
+        return self.groups[bucket.members[0].group].wave
 
     @property
     def makespan_us(self) -> float:
@@ -206,6 +216,8 @@ def check_bucket(plan: Plan, bucket: Bucket) -> None:
             )
         if (layout.varying, layout.dtype) != (layouts[0].varying, layouts[0].dtype):
             raise ValueError(f"members must share dtype and varying axes {where}")
+        if plan.groups[member.group].wave != plan.wave_of(bucket):
+            raise ValueError(f"members must be of one wave {where}")
     varying = layouts[0].varying
     if len(bucket.branch_of) != plan.mesh.size(varying):
         raise ValueError(f"branch_of must have an entry for each device {where}")

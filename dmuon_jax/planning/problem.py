@@ -9,11 +9,12 @@ import math
 from typing import Literal, Protocol, get_args
 
 Method = Literal["direct", "gram"]
-Solver = Literal["milp", "greedy", "even"]
+Solver = Literal["milp", "greedy", "lpt", "even"]
 Shape = tuple[int, int]
 """An oriented shape ``(s, l)`` with ``s <= l``: what one bucket orthogonalizes."""
 
 METHODS: tuple[Method, ...] = get_args(Method)
+SOLVERS: tuple[Solver, ...] = get_args(Solver)
 
 
 class CostModel(Protocol):
@@ -81,6 +82,9 @@ class Problem:
       max_owner_bytes: Limit on the slots' memory on an owner, all tasks together.
       pad_below_us: Shapes of which one matrix takes less than this are *padded*: every
         device computes all its slots, EMPTY ones too, as that is cheaper than a branch.
+      max_branches: How many distinct counts, of the tasks that feed it, a shape that is
+        not padded may have over the devices; 0 for any number. Bounds ignore it, and
+        where more than two tasks feed a shape a plan may have a few more.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -91,6 +95,7 @@ class Problem:
     exposed: float = 1.0
     max_owner_bytes: int | None = None
     pad_below_us: float = 0.0
+    max_branches: int = 0
 
     def __post_init__(self):
         sizes = dict(self.mesh)
@@ -159,16 +164,20 @@ class Limits:
 
     Attributes:
       nodes: Branch-and-bound nodes of each program.
-      patterns: Count patterns of each program.
+      patterns: Count patterns of the first program.
+      more_patterns: Count patterns of a second one, if the gap is still large.
       rel_gap: A plan this close to the bound is good enough.
+      large_gap: A gap worth the second program.
     """
 
     nodes: int = 500
-    patterns: int = 1000
+    patterns: int = 800
+    more_patterns: int = 2400
     rel_gap: float = 1e-3
+    large_gap: float = 1.5e-2
 
     def __post_init__(self):
-        if self.nodes < 0 or self.patterns < 0 or not self.rel_gap >= 0:
+        if not min(dataclasses.astuple(self)) >= 0:
             raise ValueError(f"limits must not be negative, got {self}")
 
 

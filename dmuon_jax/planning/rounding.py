@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dmuon_jax.planning.greedy import balance, greedy_counts
+from dmuon_jax.planning.greedy import greedy_counts
 from dmuon_jax.planning.model import Counts, Model
 from dmuon_jax.planning.packing import Packing
 
@@ -43,27 +43,28 @@ def plan_from_patterns(
     filled = greedy_counts(model, table, slots, counts)
     if filled is None or not model.fits(model.slots(filled)):
         return None
-    return balance(model, table, filled, slots)
+    return filled
 
 
 def tidy(model: Model, table: tuple[np.ndarray, ...], counts: Counts) -> Counts:
-    """Makes counts even where that is free, and sorts owners by what they take.
-
-    Even counts and few distinct counts make the program on the devices simpler. The
-    objective never grows.
-    """
+    """Makes counts even where the objective does not grow from it."""
     for task in range(model.num_tasks):
         trial = list(counts)
-        trial[task] = _even_by_load(model, table, counts, task)
+        trial[task] = even_by_load(model, table, counts, task)
         if np.ptp(trial[task]) < np.ptp(counts[task]):
             counts = model.best((tuple(trial), counts), table)
-    if len(model.members) == 1:
-        order = np.lexsort([-row for row in reversed(counts)])
-        counts = tuple(row[order] for row in counts)
     return counts
 
 
-def _even_by_load(
+def owners_sorted(model: Model, counts: Counts) -> Counts:
+    """Sorts interchangeable owners by what they take, those with more first."""
+    if len(model.members) != 1:
+        return counts
+    order = np.lexsort([-row for row in reversed(counts)])
+    return tuple(row[order] for row in counts)
+
+
+def even_by_load(
     model: Model, table: tuple[np.ndarray, ...], counts: Counts, task: int
 ) -> np.ndarray:
     """Spreads a task evenly; owners of the smallest other loads take what is left."""

@@ -1,6 +1,7 @@
 """What a compiled program does, read from its text: no devices needed."""
 
-from dmuon_jax.proof.audit import Audit, AuditError, audit
+from dmuon_jax.proof.audit import Audit, audit
+from dmuon_jax.proof.checks import AuditError
 from dmuon_jax.proof.collective import Collective, collectives
 from dmuon_jax.proof.flops import Flops, dot_flops
 from dmuon_jax.proof.hlo import Module, parse

@@ -10,16 +10,13 @@ import jax
 
 from dmuon_jax.planning.devices import Device, device_named
 from dmuon_jax.planning.plan import Plan
+from dmuon_jax.proof.checks import AuditError, over_count, over_ratio
 from dmuon_jax.proof.collective import Collective, collectives
 from dmuon_jax.proof.expected import expect
 from dmuon_jax.proof.flops import Flops, dot_flops
 from dmuon_jax.proof.hlo import Module, parse
 from dmuon_jax.proof.report import table
 from dmuon_jax.proof.timeline import Timeline, simulate_streams
-
-
-class AuditError(AssertionError):
-    """A compiled program does something that `Audit.check` forbids."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +155,9 @@ class Audit:
         if redundancy is not None and not self.scope_flops:
             raise ValueError(f"scope must hold matmuls, got none in {self.scope!r}")
         failures = [
-            *over_ratio("redundancy", self.redundancy, redundancy, self.flop_offenders()),
+            *over_ratio(
+                "redundancy", self.redundancy, redundancy, self.flop_offenders()
+            ),
             *over_count(
                 "collectives_in_loops", self.collectives_in_loops, collectives_in_loops
             ),
@@ -229,30 +228,6 @@ class Audit:
             ],
         }
         return json.dumps(record, indent=1)
-
-
-def over_count(name: str, found: tuple[Collective, ...], most: int | None) -> list[str]:
-    """Lines of a failure where more than `most` were found."""
-    if most is None or len(found) <= most:
-        return []
-    shown = [f"  {item}" for item in found[:10]]
-    return [f"{name} must be at most {most}, got {len(found)}:", *shown]
-
-
-def over_ratio(
-    name: str, value: float | None, most: float | None, offenders: tuple[object, ...]
-) -> list[str]:
-    """Lines of a failure where `value` is above `most`."""
-    if most is None:
-        return []
-    if value is None:
-        needed = {"redundancy": "ideal_flops or plan", "bytes_ratio": "plan"}
-        given = needed.get(name, "device")
-        raise ValueError(f"{name} needs an audit that was given {given}")
-    if value <= most:
-        return []
-    shown = [f"  {item}" for item in offenders[:10]]
-    return [f"{name} must be at most {most}, got {value:.4g}:", *shown]
 
 
 def read_program(

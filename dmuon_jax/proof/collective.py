@@ -101,10 +101,24 @@ def kind_of(opcode: str) -> str | None:
     return kind if kind in KINDS else None
 
 
+def kind_in(where: Computation, item: Instruction) -> str:
+    """Kind of the collective `item` of computation `where`.
+
+    TPU text has a reduce-scatter as a fusion ``all-reduce-scatter`` of an all-reduce
+    and the slice that the device keeps.
+    """
+    kind = kind_of(item.opcode)
+    if kind is None:
+        raise ValueError(f"item must be a collective, got {item.opcode}")
+    fused = kind == "all-reduce" and where.name.startswith("all-reduce-scatter")
+    return "reduce-scatter" if fused else kind
+
+
 def buffer_bytes(computation: Computation, item: Instruction) -> int:
     """The larger of input and result, whatever the type of a start looks like."""
     read = sum(
-        total_bytes(computation.operand_type(item, i)) for i in range(len(item.operands))
+        total_bytes(computation.operand_type(item, i))
+        for i in range(len(item.operands))
     )
     if not item.opcode.endswith("-start"):
         return max(read, total_bytes(item.type))
@@ -192,18 +206,18 @@ def places(module: Module, place: Place) -> Iterator[Place]:
             continue
         for name in item.all_called:
             computation = module.computations[name]
-            yield from places(module, dataclasses.replace(inner, computation=computation))
+            yield from places(
+                module, dataclasses.replace(inner, computation=computation)
+            )
 
 
-def described(
-    module: Module, place: Place, launched: Issued
-) -> Iterator[Collective]:
+def described(module: Module, place: Place, launched: Issued) -> Iterator[Collective]:
     """The collectives of one start."""
     for where, item in launched.collectives:
         groups = groups_of(item, module.num_devices)
         yield Collective(
             name=item.name,
-            kind=kind_of(item.opcode),
+            kind=kind_in(where, item),
             num_bytes=buffer_bytes(where, item),
             group_size=max((len(group) for group in groups), default=1),
             groups=groups,

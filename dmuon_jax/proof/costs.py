@@ -16,13 +16,16 @@ class Operands(NamedTuple):
     precise: bool = False
 
 
-def matmul_operands(
-    module: Module, where: Computation, item: Instruction
-) -> Operands:
+def matmul_operands(module: Module, where: Computation, item: Instruction) -> Operands:
     """Operands of the widest matmul in an operation."""
     found = [Operands(0)]
     if item.opcode in ("dot", "convolution", "custom-call"):
-        bits = item_bits(leaves(where.operand_type(item, 0))[0].dtype)
+        shapes = [
+            shape
+            for index in range(len(item.operands))
+            for shape in leaves(where.operand_type(item, index))
+        ]
+        bits = item_bits(max(shapes, key=lambda shape: shape.size).dtype)
         precise = "highest" in item.attributes.get("operand_precision", "")
         found.append(Operands(bits // 8, precise))
     for name in item.all_called:

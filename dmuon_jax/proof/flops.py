@@ -3,8 +3,9 @@
 A multiplication and an addition are two FLOPs. Counted are ``dot`` (also inside
 fusions and calls), ``convolution`` (the form matmuls take on TPU), the library
 calls that XLA makes of dots (cuBLAS, oneDNN, Eigen), bodies of loops times their
-trip count, and the costliest branch of a conditional. Custom kernels carry no
-arithmetic in their text: their FLOPs must be told, or they are listed as unknown.
+trip count, the costliest branch of a conditional, and this package's own kernels. Other
+custom kernels carry no arithmetic in their text: their FLOPs must be told, or they are
+listed as unknown.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 
 from dmuon_jax.proof.hlo import Computation, Instruction, Module, Shape, leaves, parse
 from dmuon_jax.proof.loops import trip_count
+from dmuon_jax.proof.own_kernels import OWN_KERNELS
 
 LIBRARY_MATMULS = ("__cublas$", "__onednn$matmul", "__hipblas$", "EigenMatMul")
 KERNELS = ("triton", "mosaic", "tpu_custom_call", "pallas")
@@ -232,6 +234,11 @@ class Counter:
         for key, value in self.kernel_flops.items():
             if key in item.op_name or key in item.name:
                 return value
+        for key, count in OWN_KERNELS.items():
+            if key in item.op_name:
+                types = [where.operand_type(item, i) for i in range(len(item.operands))]
+                operands = [shape for type_ in types for shape in leaves(type_)]
+                return count(operands, leaves(item.type)[0])
         stated = stated_flops(item)
         if stated is None:
             self.unknown_kernels.append(item.name)
@@ -248,7 +255,9 @@ def conditionals(counter: Counter, name: str, times: int) -> list[Conditional]:
             if any(branches):
                 found.append(Conditional(item.name, item.op_name, times, branches))
         elif item.opcode in ("while", "call", "async-start"):
-            trips = trip_count(counter.module, where, item) if item.opcode == "while" else 1
+            trips = (
+                trip_count(counter.module, where, item) if item.opcode == "while" else 1
+            )
             for called in item.all_called:
                 found += conditionals(counter, called, times * (trips or 1))
     return found

@@ -18,7 +18,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 ORDER = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
-SUB_AXIS = re.compile(r"""^['"]?(?P<name>[^'":]*)['"]?(?::\((?P<pre>\d+)\)(?P<n>\d+))?$""")
+SUB_AXIS = re.compile(
+    r"""^['"]?(?P<name>[^'":]*)['"]?(?::\((?P<pre>\d+)\)(?P<n>\d+))?$"""
+)
 
 
 def integers(text: str) -> list[int]:
@@ -68,7 +70,9 @@ def mesh_groups(text: str, device_ids: str) -> Groups:
     return grouped(ids, sizes, picked)
 
 
-def grouped(ids: np.ndarray, sizes: list[int], picked: list[tuple[int, int, int]]) -> Groups:
+def grouped(
+    ids: np.ndarray, sizes: list[int], picked: list[tuple[int, int, int]]
+) -> Groups:
     """Rows of devices that differ only in the picked parts (axis, before, size)."""
     dims, member = [], {}
     for axis, size in enumerate(sizes):
@@ -100,7 +104,9 @@ def replica_groups(attributes: dict[str, str], num_devices: int) -> Groups:
     if rows is not None:
         return tuple(tuple(int(i) for i in row) for row in rows)
     listed = tuple(
-        tuple(integers(row)) for row in re.findall(r"\{([\d,\s]*)\}", text) if row.strip()
+        tuple(integers(row))
+        for row in re.findall(r"\{([\d,\s]*)\}", text)
+        if row.strip()
     )
     return listed or (tuple(range(num_devices)),)
 

@@ -58,7 +58,10 @@ def counted(module: Module, where: Computation, loop: Instruction) -> int | None
     test = condition.root
     if test.opcode != "compare" or test.attributes.get("direction") != "LT":
         return None
-    index, limit = carried(condition, test.operands[0]), constant(condition, test.operands[1])
+    index, limit = (
+        carried(condition, test.operands[0]),
+        constant(condition, test.operands[1]),
+    )
     if index is None or limit is None:
         return None
     start = first_value(where, loop, index)

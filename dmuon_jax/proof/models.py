@@ -254,9 +254,7 @@ def loss_function(
     def loss(params: Params, tokens: jax.Array) -> jax.Array:
         ends = params["ends"]
         embedding = how.gather(ends["embedding"], "embedding")
-        mix = functools.partial(
-            attention, head_size=model.head_size, attend=how.attend
-        )
+        mix = functools.partial(attention, head_size=model.head_size, attend=how.attend)
         total = jnp.zeros(())
         for number, tower in enumerate(model.towers):
             length = int(tokens.shape[1] * TOKEN_SHARES.get(tower.name, 1))

@@ -54,8 +54,20 @@ def collective_rows(audit: Audit) -> list[tuple[str, ...]]:
         n, runs, size, wait = (sum(column) for column in zip(*rest, strict=True))
         more = (f"{len(rest)} more rows", "", "", "", "")
         rows = rows[:ROWS]
-        rows.append((*more, f"{n:.0f}", f"{runs:.0f}", f"{size / MIB:.2f}", f"{wait:.1f}"))
-    head = ("collective", "for", "group", "mode", "in", "count", "runs", "MiB", "wait us")
+        rows.append(
+            (*more, f"{n:.0f}", f"{runs:.0f}", f"{size / MIB:.2f}", f"{wait:.1f}")
+        )
+    head = (
+        "collective",
+        "for",
+        "group",
+        "mode",
+        "in",
+        "count",
+        "runs",
+        "MiB",
+        "wait us",
+    )
     return [head, *rows]
 
 

@@ -1,82 +1,24 @@
-"""A training step of a public model, compiled for a cluster and put on the model's clock.
+"""Training steps of public models on clusters that are not there, by optimizer.
 
-The step: fp32 master weights, gathered in bf16 layer by layer (FSDP), every layer
-computed again in the backward pass, gradients reduced in bf16, clipping by global norm,
-the optimizer, donated buffers. Layers are a scan, so the whole model is compiled.
+Each step is compiled for the cluster and put on the clock of the two-stream model.
+Layers are a scan, so the whole model is compiled.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from dmuon_jax.muon import dmuon
 from dmuon_jax.proof.audit import Audit, audit
-from dmuon_jax.proof.models import (
-    Model,
-    Sharded,
-    is_matrix,
-    loss_function,
-    parameter_shapes,
-)
+from dmuon_jax.proof.models import Model
 from dmuon_jax.proof.report import aligned
-from dmuon_jax.proof.topology import GPU_TARGETS, compile_devices
-
-SHARD_AXES = ("fsdp",)
-# What users of large clusters set; the same for every optimizer.
-GPU_OPTIONS = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_while_loop_double_buffering": True,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """The mesh to compile for, and the kind of its devices."""
-
-    mesh: Mesh
-    device: str
-
-    @property
-    def shards(self) -> int:
-        """Ways in which a parameter is split."""
-        return math.prod(self.mesh.shape.get(axis, 1) for axis in SHARD_AXES)
-
-    @property
-    def batch(self) -> NamedSharding:
-        """The first dimension over all axes."""
-        return self.place(tuple(self.mesh.axis_names))
-
-    def place(self, *spec: Any) -> NamedSharding:
-        """A sharding on the mesh."""
-        return NamedSharding(self.mesh, PartitionSpec(*spec))
-
-    def parameter(self, shape: tuple[int, ...], path: str) -> NamedSharding:
-        """Split the second to last dimension, or the last where that does not divide."""
-        spec: list[Any] = [None] * len(shape)
-        axes = [axis for axis in SHARD_AXES if axis in self.mesh.shape]
-        wanted = [len(shape) - 1] if path.endswith(("norm", "embedding")) else []
-        wanted += [d for d in (len(shape) - 2, len(shape) - 1) if d >= 0]
-        for dim in wanted:
-            if axes and shape[dim] % self.shards == 0:
-                spec[dim] = axes[0] if len(axes) == 1 else tuple(axes)
-                return self.place(*spec)
-        if self.shards > 1 and not path.endswith("norm"):
-            raise ValueError(
-                f"a dimension of {shape} must divide by {self.shards} (at {path})"
-            )
-        return self.place()
+from dmuon_jax.proof.steps import Cluster, compile_step
+from dmuon_jax.proof.topology import compile_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +79,15 @@ class Simulation:
         )
         first = self.runs[0].split_us()
         rows = [
-            ("optimizer", "step ms", "ratio", "exposed ms", "GiB", "compile s", "adds most")
+            (
+                "optimizer",
+                "step ms",
+                "ratio",
+                "exposed ms",
+                "GiB",
+                "compile s",
+                "adds most",
+            )
         ]
         for run in self.runs:
             added = {key: us - first[key] for key, us in run.split_us().items()}
@@ -175,133 +125,6 @@ class Simulation:
             for run in self.runs
         ]
         return json.dumps(record, indent=1)
-
-
-def gather_for(cluster: Cluster) -> Callable[[jax.Array, str], jax.Array]:
-    """Cast to bf16, then gather; the gradient is reduced in bf16, then cast."""
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-    def gather(weight: jax.Array, role: str) -> jax.Array:
-        narrow = weight.astype(jnp.bfloat16)
-        return jax.lax.with_sharding_constraint(narrow, cluster.place())
-
-    def forward(weight: jax.Array, role: str) -> tuple[jax.Array, None]:
-        return gather(weight, role), None
-
-    def backward(role: str, _: None, grad: jax.Array) -> tuple[jax.Array]:
-        spec = cluster.parameter(grad.shape, role)
-        return (jax.lax.with_sharding_constraint(grad, spec).astype(jnp.float32),)
-
-    gather.defvjp(forward, backward)
-    return gather
-
-
-def sharded_for(cluster: Cluster) -> Sharded:
-    """FSDP on the cluster, with cuDNN's fused attention where it compiles."""
-    axes = cluster.mesh.axis_names
-    split = tuple(axis for axis in axes if axis in SHARD_AXES)
-    rest = tuple(axis for axis in axes if axis not in SHARD_AXES)
-    like_table = cluster.place(rest or None, None, split or None)
-    constrain = jax.lax.with_sharding_constraint
-    return Sharded(
-        gather=gather_for(cluster),
-        pin=functools.partial(constrain, shardings=cluster.batch),
-        spread=functools.partial(constrain, shardings=like_table),
-        attend=functools.partial(
-            jax.nn.dot_product_attention,
-            is_causal=True,
-            implementation="cudnn" if cluster.device in GPU_TARGETS else "xla",
-        ),
-    )
-
-
-def dimension_numbers(params: Any) -> Any:
-    """Muon's rule: stacked matrices of the towers, nothing else."""
-    return {
-        tower: {
-            role: optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
-            if is_matrix(tower, role)
-            else None
-            for role, leaf in leaves.items()
-        }
-        for tower, leaves in params.items()
-    }
-
-
-def optimizer_named(name: str, shardings: Any, device: str) -> Any:
-    """The transform called `name`: adamw, muon (optax's) or dmuon."""
-    rate, decay = 3e-4, 0.1
-    half = jnp.float32 if device == "cpu" else jnp.float16
-    if name == "adamw":
-        return optax.adamw(rate, weight_decay=decay)
-    if name == "muon":
-        return optax.contrib.muon(
-            rate,
-            weight_decay=decay,
-            muon_weight_dimension_numbers=dimension_numbers,
-        )
-    if name == "dmuon":
-        return dmuon(
-            rate,
-            weight_decay=decay,
-            muon_weight_dimension_numbers=dimension_numbers,
-            param_shardings=shardings,
-            compute_dtype=half,
-            exchange_dtype=half,
-        )
-    raise ValueError(f"optimizer must be adamw, muon or dmuon, got {name!r}")
-
-
-def placed_state(state: Any, params: Any, cluster: Cluster) -> Any:
-    """Shapes of an optimizer's state: moments as their parameter, scalars replicated."""
-    paths = {
-        tuple(str(key) for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
-
-    def place(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        tail = tuple(str(key) for key in path[-2:])
-        like = paths.get(tail)
-        found = like is not None and like.shape == leaf.shape
-        sharding = like.sharding if found else cluster.place()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree_util.tree_map_with_path(place, state)
-
-
-def compile_step(
-    model: Model, cluster: Cluster, optimizer: str, tokens: tuple[int, int], clip: bool
-) -> tuple[Any, float]:
-    """The compiled step and the seconds its lowering and compilation took."""
-    started = time.perf_counter()
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=cluster.parameter(leaf.shape, str(path[-1].key)),
-        ),
-        parameter_shapes(model),
-    )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    transform = optimizer_named(optimizer, shardings, cluster.device)
-    if clip:
-        transform = optax.chain(optax.clip_by_global_norm(1.0), transform)
-    loss = loss_function(model, sharded_for(cluster))
-
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        grads = jax.lax.with_sharding_constraint(grads, shardings)
-        updates, state = transform.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state = placed_state(jax.eval_shape(transform.init, params), params, cluster)
-    batch = jax.ShapeDtypeStruct(tokens, jnp.int32, sharding=cluster.batch)
-    outputs = (shardings, jax.tree.map(lambda x: x.sharding, state), cluster.place())
-    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
-    options = GPU_OPTIONS if cluster.device in GPU_TARGETS else None
-    with jax.sharding.use_abstract_mesh(cluster.mesh.abstract_mesh):
-        compiled = jitted.lower(params, state, batch).compile(compiler_options=options)
-    return compiled, time.perf_counter() - started
 
 
 def simulate(

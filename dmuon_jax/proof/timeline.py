@@ -23,7 +23,7 @@ from dmuon_jax.proof.collective import (
     buffer_bytes,
     groups_of,
     issued,
-    kind_of,
+    kind_in,
 )
 from dmuon_jax.proof.costs import Operands, collective_us, compute_us, matmul_operands
 from dmuon_jax.proof.flops import Counter
@@ -119,6 +119,21 @@ class Timeline:
         """Time compute waits for communication."""
         return sum(event.exposed_us * event.times for event in self.events)
 
+    def exposed_share(self, part: str = "") -> float:
+        """Share of the time of collectives whose ``op_name`` holds `part` that is exposed.
+
+        Zero where there are none. A collective that waits for its turn behind another
+        may be exposed for longer than it lasts.
+        """
+        chosen = [
+            event
+            for event in self.events
+            if event.lane == "communication" and part in event.op_name
+        ]
+        total_us = sum(event.duration_us * event.times for event in chosen)
+        exposed_us = sum(event.exposed_us * event.times for event in chosen)
+        return exposed_us / total_us if total_us else 0.0
+
 
 @dataclasses.dataclass
 class Pending:
@@ -195,7 +210,7 @@ class Simulator:
 
     def issue(self, where: Computation, item: Instruction, key: str) -> None:
         """Put a collective on the communication stream; its done will name `key`."""
-        kind = kind_of(item.opcode)
+        kind = kind_in(where, item)
         groups = groups_of(item, self.module.num_devices)
         num_bytes = buffer_bytes(where, item)
         start_us = max(self.now_us, self.link_free_us)

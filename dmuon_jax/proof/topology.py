@@ -15,7 +15,8 @@ class GpuTarget:
     """What XLA must know of a GPU beside its memory, from NVIDIA's whitepapers.
 
     Attributes:
-      label: name that the driver reports.
+      label: name that the driver reports; an a800 is compiled for as the a100 that it
+        is but for its links, a name that Pallas knows.
       capability: compute capability (major, minor).
       cores: streaming multiprocessors.
       l2_bytes: second-level cache.
@@ -33,7 +34,7 @@ class GpuTarget:
 
 GPU_TARGETS = {
     "a100": GpuTarget("NVIDIA A100", (8, 0), 108, 41943040, 167936, 1.41),
-    "a800": GpuTarget("NVIDIA A800", (8, 0), 108, 41943040, 167936, 1.41),
+    "a800": GpuTarget("NVIDIA A100", (8, 0), 108, 41943040, 167936, 1.41),
     "h100": GpuTarget("NVIDIA H100", (9, 0), 132, 52428800, 233472, 1.98),
     "h200": GpuTarget("NVIDIA H200", (9, 0), 132, 62914560, 233472, 1.98),
     "b200": GpuTarget("NVIDIA B200", (10, 0), 148, 132644864, 233472, 1.965),

@@ -1,0 +1,116 @@
+"""The tuner: what may win, what is kept, what counts as a failure."""
+
+import dataclasses
+import json
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from dmuon_jax import kernels
+from dmuon_jax.kernels import pallas_triton, tune
+from dmuon_jax.kernels.select import INTERPRETED, Choice, Problem, choose
+from dmuon_jax.kernels.support import target_device
+from dmuon_jax.kernels.tiles import ChainConfig, TileConfig
+from tests import kernel_cases as cases
+
+PROBLEM = Problem("gram", 2, 60, 100, "float16")
+CANDIDATE = Choice(INTERPRETED, TileConfig(64, 64, num_warps=4), "candidate")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Every call takes as long as a kernel's number of warps says; XLA takes 5."""
+    names = []
+
+    def time_us(function, *operands):
+        (_, choice) = function.keywords["implementation"].entries[0]
+        names.append(choice.implementation)
+        return 5.0 if choice.config is None else float(choice.config.num_warps)
+
+    monkeypatch.setattr(tune, "time_us", time_us)
+    return names
+
+
+def test_the_timed_loop_keeps_its_calls():
+    x = jnp.ones((64, 64))
+    text = tune._loop(kernels.matmul, 3, (x, x)).as_text()
+    (body,) = re.findall(r"while\(.*body=%([\w.]+)", text)
+    assert "dot" in text.split(f"%{body} ", 1)[1].split("\n}", 1)[0]
+    assert tune.time_us(kernels.matmul, x, x, repeats=2, target_s=0.002) > 0
+
+
+def test_a_right_and_faster_candidate_wins(quick):
+    found = tune.measure(PROBLEM, [CANDIDATE])
+    assert [each.failure for each in found] == ["", ""]
+    assert found[1].error <= 1.5 * found[0].error
+    assert quick == ["xla", INTERPRETED]
+    ((problem, choice),) = tune.judge("cpu", found).entries
+    assert problem == PROBLEM and choice.config == CANDIDATE.config
+    assert choice.reason == "measured: 4 microseconds"
+
+
+def test_a_right_and_slower_candidate_loses(quick):
+    config = TileConfig(64, 64, num_warps=8)
+    found = tune.measure(PROBLEM, [dataclasses.replace(CANDIDATE, config=config)])
+    ((_, choice),) = tune.judge("cpu", found).entries
+    assert choice.implementation == "xla"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "failure"),
+    [
+        ("= tile.T", "= tile", "error must be at most"),
+        ("pl.when(valid[slot] == 0)", "pl.when(valid[slot] == 2)", "EMPTY slot"),
+        ("d[slot, columns, rows] = tile.T", "raise ValueError('no')", "ValueError: no"),
+    ],
+    ids=["wrong values", "EMPTY slots not zeroed", "does not compile"],
+)
+def test_a_wrong_candidate_cannot_win(quick, monkeypatch, old, new, failure):
+    wrong = cases.faulty(pallas_triton, old, new)
+    monkeypatch.setattr(pallas_triton, "gram", wrong.gram)
+    xla, other = tune.measure(dataclasses.replace(PROBLEM, rows=100), [CANDIDATE])
+    assert failure in other.failure and other.time_us is None
+    ((_, choice),) = tune.judge("cpu", [xla, other]).entries
+    assert choice.implementation == "xla" and quick == ["xla"]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem("symmetric_matmul", 2, 60, 60, "bfloat16"),
+        Problem("polynomial_chain", 2, 33, 33, "float16"),
+        Problem("direct_chain", 2, 33, 60, "float16"),
+    ],
+    ids=lambda problem: problem.kernel,
+)
+def test_every_kernel_can_be_measured(quick, problem):
+    is_product = problem.kernel == "symmetric_matmul"
+    config = CANDIDATE.config if is_product else ChainConfig(4)
+    found = tune.measure(problem, [Choice(INTERPRETED, config, "candidate")])
+    assert [each.failure for each in found] == ["", ""]
+
+
+def test_results_are_kept_and_not_measured_again(quick, tmp_path):
+    reported = []
+    kind = target_device().kind
+    verdicts = tune.tune([PROBLEM, PROBLEM], tmp_path, reported.append)
+    assert len(reported) == 1 and quick == ["xla"]
+    other = dataclasses.replace(PROBLEM, columns=300)
+    verdicts = tune.tune([PROBLEM, other], tmp_path, reported.append)
+    assert len(reported) == 2 and quick == ["xla", "xla"]
+    (path,) = tmp_path.iterdir()
+    assert path == tune.table_path(tmp_path, kind)
+    assert tune.load(path) == verdicts and len(verdicts.entries) == 2
+    assert json.loads(path.read_text())["device_kind"] == kind
+    assert choose(PROBLEM, verdicts).reason.startswith("measured")
+
+
+def test_files_keep_configs_and_failures(tmp_path):
+    measurements = (
+        tune.Measurement(PROBLEM, CANDIDATE, 1.5, 1e-4, ""),
+        tune.Measurement(PROBLEM, Choice("x", ChainConfig(4), ""), None, None, "no"),
+        tune.Measurement(PROBLEM, Choice("xla", None, ""), 2.5, 1e-4, ""),
+    )
+    tune.write(tmp_path / "new" / "table.json", "cpu", measurements)
+    assert tune.read(tmp_path / "new" / "table.json") == ("cpu", measurements)

@@ -1,0 +1,111 @@
+"""HiGHS: what it proves, and what happens when it does not answer."""
+
+import sys
+
+import highspy
+import numpy as np
+import pytest
+
+from dmuon_jax.planning import milp
+from dmuon_jax.planning.bounds import envelope, lower_bound, pigeonhole_bound
+from dmuon_jax.planning.greedy import even_counts
+from dmuon_jax.planning.model import build_model
+from dmuon_jax.planning.packing import relaxed_packing
+from dmuon_jax.planning.problem import Limits
+from dmuon_jax.planning.solver import solve
+from tests import planning_cases as cases
+
+# A case in which the greedy plan cannot be proven good without a program.
+HARD = ("llama-3.2-3b", 64)
+
+
+def packed(limit):
+    model = build_model(cases.single_axis(*HARD))
+    table = model.best_table()
+    known = model.objective(even_counts(model), table)
+    slack = (known - 1 - model.least_fixed_ticks(), known - lower_bound(model))
+    return model, known, relaxed_packing(model, table, slack, limit)
+
+
+def test_programs_close_the_gap():
+    problem = cases.single_axis(*HARD)
+    greedy, proven = solve(problem, solver="greedy"), solve(problem)
+    assert greedy.gap > 0.05
+    assert proven.gap < 1e-3
+    assert proven.lower_bound_us > greedy.lower_bound_us
+
+
+def test_fewer_patterns_only_weaken_the_bound():
+    bounds = []
+    for limit in (1, 10, 1000):
+        model, known, packing = packed(limit)
+        assert len(packing.loads[0]) <= limit
+        outcome = milp.solve_packing(
+            model, packing, known, pigeonhole_bound(model), Limits()
+        )
+        assert not outcome.trouble
+        bounds.append(outcome.bound_ticks)
+    assert bounds[0] <= bounds[1] * (1 + 1e-4)
+    assert bounds[1] <= bounds[2] * (1 + 1e-4)
+    assert bounds[0] < bounds[2] <= known
+
+
+def test_a_pool_of_other_threads_does_no_harm():
+    highspy.Highs.resetGlobalScheduler(True)
+    other = highspy.Highs()
+    other.setOptionValue("output_flag", False)
+    other.setOptionValue("threads", 2)
+    other.addVar(0.0, 4.0)
+    assert other.run() == highspy.HighsStatus.kOk
+    solution = solve(cases.single_axis(*HARD))
+    assert solution.gap < 1e-3
+    assert "HiGHS" not in solution.status
+
+
+def test_trap_is_there():
+    """Without a reset the other pool makes a one-thread solve fail, as HiGHS documents."""
+    highspy.Highs.resetGlobalScheduler(True)
+    codes = []
+    for threads in (2, 1):
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("threads", threads)
+        highs.addVar(0.0, 4.0)
+        codes.append(highs.run())
+    assert codes == [highspy.HighsStatus.kOk, highspy.HighsStatus.kError]
+
+
+def test_failure_of_highs_is_said(monkeypatch):
+    monkeypatch.setattr(milp.Quiet, "run", lambda self: highspy.HighsStatus.kError)
+    problem = cases.single_axis(*HARD)
+    solution = solve(problem)
+    assert "HiGHS failed" in solution.status
+    assert solution.solver != "milp"
+    greedy = solve(problem, solver="greedy")
+    assert solution.counts == greedy.counts
+
+
+def test_missing_highspy_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dmuon_jax.planning.improve", None)
+    solution = solve(cases.single_axis(*HARD))
+    assert "highspy cannot be imported" in solution.status
+    assert solution.counts == solve(cases.single_axis(*HARD), solver="greedy").counts
+
+
+def test_nothing_is_printed(capfd):
+    solve(cases.single_axis(*HARD))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_envelope_is_the_lower_hull(seed):
+    rng = np.random.default_rng(seed)
+    cost = np.concatenate([[0], rng.integers(1, 100, size=9)])
+    for at in np.linspace(0, 9, 28):
+        lines = [
+            cost[i] + (cost[j] - cost[i]) * (at - i) / (j - i)
+            for i in range(10)
+            for j in range(i + 1, 10)
+            if i <= at <= j
+        ]
+        assert envelope(cost, at) == pytest.approx(min(lines))

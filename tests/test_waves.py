@@ -1,0 +1,88 @@
+"""``max_wave_bytes``: less memory, same values."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dmuon_jax import dmuon, plan_owners
+from dmuon_jax.proof import audit
+from tests.layouts import make_mesh
+from tests.references import relative
+
+SIDE, NUMBER = 64, 32
+SHARE = 4 * SIDE * SIDE  # bytes of one matrix: what one leaf puts on one device
+
+
+def setup():
+    mesh = make_mesh((("x", 4),), AxisType.Auto)
+    rng = np.random.default_rng(0)
+    tree = {
+        f"w{i:02}": rng.normal(size=(SIDE, SIDE)).astype(np.float32) for i in range(NUMBER)
+    }
+    return jax.device_put(tree, NamedSharding(mesh, P("x")))
+
+
+def compiled(params, limit):
+    tx = dmuon(0.1, ns_steps=2, method="direct", max_wave_bytes=limit)
+    state = tx.init(params)
+    program = jax.jit(tx.update).lower(params, state, params).compile()
+    return program, program(params, state, params)[0]
+
+
+def test_waves_bound_memory_and_change_nothing():
+    params = setup()
+    whole, want = compiled(params, None)
+    # Four leaves fill a wave: one whole matrix on each of the four devices.
+    waves, got = compiled(params, 4 * SHARE)
+    for name in params:
+        assert relative(got[name], want[name]) <= 1e-6
+    plan = plan_owners(params, max_wave_bytes=4 * SHARE)
+    assert plan.num_waves == NUMBER // 4
+    most = waves.memory_analysis().temp_size_in_bytes
+    least = whole.memory_analysis().temp_size_in_bytes
+    owned = NUMBER // 4 * SHARE
+    assert least >= 2 * owned
+    # Two waves under way, each with its matrices, a product or two, and blocks.
+    assert most <= 0.6 * least
+    assert len(audit(waves).collectives) == plan.exchange_bytes.collectives
+
+
+def test_memory_does_not_grow_with_steps():
+    params = setup()
+    sizes = []
+    for steps in (5, 20):
+        tx = dmuon(0.1, ns_steps=steps, method="direct")
+        state = tx.init(params)
+        program = jax.jit(tx.update).lower(params, state, params).compile()
+        sizes.append(program.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] <= 1.02 * sizes[0]
+
+
+def test_no_device_holds_a_whole_bucket():
+    params = setup()
+    program, _ = compiled(params, None)
+    bucket = NUMBER * SHARE
+    local = bucket // 4
+    # Momentum, its bias-corrected form, packed blocks, and four arrays of owned matrices.
+    assert program.memory_analysis().temp_size_in_bytes <= 8 * local
+
+
+def test_a_limit_below_one_leaf_is_refused():
+    params = setup()
+    with pytest.raises(ValueError, match=rf"{SHARE} bytes, got {SHARE - 1} at \['w00'\]"):
+        dmuon(0.1, max_wave_bytes=SHARE - 1).init(params)
+    with pytest.raises(ValueError, match="max_wave_bytes must be positive"):
+        dmuon(0.1, max_wave_bytes=0)
+
+
+def test_one_device_works_in_waves_too():
+    tree = {f"w{i}": np.full((4, 4), i + 1.0, np.float32) for i in range(4)}
+    got = dmuon(0.1, max_wave_bytes=64)
+    want = optax.contrib.muon(0.1)
+    a, _ = got.update(tree, got.init(tree), tree)
+    b, _ = want.update(tree, want.init(tree), tree)
+    for name in tree:
+        assert relative(a[name], b[name]) <= 1e-3
