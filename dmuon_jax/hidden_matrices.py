@@ -91,7 +91,7 @@ class HiddenMatrices:
         )
 
     def explain(self, params: Any) -> dict[str, Decision]:
-        """The decision for each leaf, by path as ``jax.tree_util.keystr`` writes it."""
+        """The decision for each leaf, by its name (``paths.leaf_name``)."""
         leaves = name_leaves(params)
         overridden = {path: self.override(leaf) for path, leaf in leaves.items()}
         tree = Subtrees(

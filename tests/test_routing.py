@@ -138,16 +138,15 @@ def test_nnx_state_and_pure_dict():
     state = nnx.state(model, nnx.Param)
     found = decided(state)
     answers = {
-        "['layers']['attention']['key']['kernel'].value": Dims(1, (2, 3)),
-        "['layers']['attention']['out']['kernel'].value": Dims((1, 2), 3),
-        "['layers']['attention']['query']['kernel'].value": Dims(1, (2, 3)),
-        "['layers']['attention']['value']['kernel'].value": Dims(1, (2, 3)),
-        "['layers']['mlp'][0]['kernel'].value": Dims(1, 2),
-        "['layers']['mlp'][1]['kernel'].value": Dims(1, 2),
+        "['layers']['attention']['key']['kernel']": Dims(1, (2, 3)),
+        "['layers']['attention']['out']['kernel']": Dims((1, 2), 3),
+        "['layers']['attention']['query']['kernel']": Dims(1, (2, 3)),
+        "['layers']['attention']['value']['kernel']": Dims(1, (2, 3)),
+        "['layers']['mlp'][0]['kernel']": Dims(1, 2),
+        "['layers']['mlp'][1]['kernel']": Dims(1, 2),
     }
     assert {path: d for path, d in found.items() if d is not None} == answers
-    pure = decided(nnx.to_pure_dict(state))
-    assert pure == {path.removesuffix(".value"): d for path, d in found.items()}
+    assert decided(nnx.to_pure_dict(state)) == found
     tree = hidden_matrices(state)
     assert tree["layers"]["mlp"][1]["kernel"].get_value() == Dims(1, 2)
 
