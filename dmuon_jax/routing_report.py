@@ -29,7 +29,7 @@ class RoutingRow:
     """One leaf.
 
     Attributes:
-      path: where it sits, as ``jax.tree_util.keystr`` writes it.
+      path: where it sits (``paths.leaf_name``).
       route: "muon", "adam", or "undecided" where ``HiddenMatrices`` refuses.
       shape: its logical shape.
       dtype: name of its dtype.
