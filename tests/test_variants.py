@@ -240,3 +240,19 @@ def test_momentum_as_a_plain_sum(nesterov):
         source = g + 0.95 * total if nesterov else total
         right = -orthogonalized(source, Dims())
         assert relative(updates["w"], right) < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rates_can_be_injected(variant):
+    make, _ = VARIANTS[variant]
+    params, grads = {"w": tree(0)["up"]}, {"w": tree(1)["up"]}
+    tx = optax.inject_hyperparams(lambda learning_rate, b2: make(learning_rate, b2=b2))(
+        learning_rate=0.1, b2=0.9
+    )
+    step = jax.jit(tx.update)
+    first, _ = step(grads, tx.init(params), params)
+    fresh = tx.init(params)
+    fresh.hyperparams["learning_rate"] = jnp.asarray(0.2, jnp.float32)
+    doubled, _ = step(grads, fresh, params)
+    np.testing.assert_allclose(doubled["w"], 2 * first["w"], rtol=1e-5)
+    assert step._cache_size() == 1
