@@ -1,7 +1,7 @@
 """Held-out loss of Muon and its variants at equal steps and equal tuning effort.
 
     python bench/bench_convergence.py             # minutes on two CPU cores
-    python bench/bench_convergence.py --steps 300 --width 128
+    python bench/bench_convergence.py --steps 500 --width 128
 
 The demo's byte-level GPT, smaller, on the text of Python's standard library, on one device.
 Every optimizer gets the same rates to try, on a seed of its own, and the best by held-out
@@ -28,7 +28,7 @@ from dmuon_jax.demo.text import Corpus, draw_batch, load_corpus
 from dmuon_jax.variants import adamuon, normuon
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "convergence"
-RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 TUNING_SEED = 100
 BATCH, HELD_OUT_WINDOWS, WARMUP = 16, 128, 10
 BASELINE = "optax.contrib.muon"
@@ -153,7 +153,7 @@ def plot(results: dict[str, Any], path: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)

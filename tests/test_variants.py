@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from dmuon_jax import dmuon
 from dmuon_jax.decay import add_cautious_decayed_weights
+from dmuon_jax.split import Split
 from dmuon_jax.variants import (
     SecondMomentState,
     adamuon,
@@ -128,6 +129,33 @@ def test_variant_is_its_paper(variant, kind):
                 tree(t)["bias"], adam_state, params["bias"]
             )
         np.testing.assert_allclose(updates["bias"], theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind, spec", [("Auto", P("x")), ("Explicit", P(None, "x"))])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_of_a_split_leaf_are_matrices_of_their_own(variant, kind, spec):
+    make, how = VARIANTS[variant]
+    sharding = NamedSharding(make_mesh(kind), spec)
+    grads = [normal(16, 40, seed=seed) for seed in range(2)]
+    for grad in grads:
+        grad[:, 20:32] *= 10
+    options = OPTIONS | {"muon_weight_dimension_numbers": {"qkv": Split((20, 12, 8))}}
+    tx = make(RATE, **options)
+    put = lambda x: {"qkv": jax.device_put(x, sharding)}
+    params = put(normal(16, 40, seed=9))
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    parts = [(0, 20), (20, 32), (32, 40)]
+    right = zip(
+        *(
+            second_moment_updates([g[:, a:b] for g in grads], Dims(), **how)
+            for a, b in parts
+        ),
+        strict=True,
+    )
+    for grad, directions in zip(grads, right, strict=True):
+        updates, state = step(put(grad), state, params)
+        assert relative(updates["qkv"], -RATE * np.concatenate(directions, axis=1)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
