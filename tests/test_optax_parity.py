@@ -186,3 +186,31 @@ def test_a_bad_leaf_poisons_no_other():
     assert not np.isfinite(found["kernel"]).all()
     for name in set(SHAPES) - {"kernel"}:
         np.testing.assert_array_equal(found[name], right[name])
+
+
+def test_trains_after_private_aggregation():
+    """Per-example gradients, clipped and noised by optax, then Muon on their mean."""
+    inputs = jnp.asarray(normal(16, 12))
+    params = {"kernel": jnp.asarray(0.1 * normal(12, 20)), "bias": jnp.zeros(20)}
+    targets = inputs @ jnp.asarray(normal(12, 20, seed=3))
+
+    def loss(params, x, y):
+        return jnp.mean((x @ params["kernel"] + params["bias"] - y) ** 2)
+
+    tx = optax.chain(
+        optax.contrib.differentially_private_aggregate(
+            l2_norm_clip=1.0, noise_multiplier=0.1, key=jax.random.key(0)
+        ),
+        dmuon(0.05),
+    )
+
+    @jax.jit
+    def step(params, state):
+        each = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(params, inputs, targets)
+        updates, state = tx.update(each, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, before = tx.init(params), loss(params, inputs, targets)
+    for _ in range(40):
+        params, state = step(params, state)
+    assert loss(params, inputs, targets) < 0.5 * before
