@@ -8,6 +8,7 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing_report import RoutingReport, routing_report
 from dmuon_jax.shardings import place_state
 from dmuon_jax.split import Split
+from dmuon_jax.state_shardings import state_shardings
 from dmuon_jax.transform import scale_by_dmuon
 from dmuon_jax.variants import adamuon, normuon
 
@@ -26,4 +27,5 @@ __all__ = [
     "plan_owners",
     "routing_report",
     "scale_by_dmuon",
+    "state_shardings",
 ]

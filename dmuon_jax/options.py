@@ -7,8 +7,10 @@ import jax
 
 from dmuon_jax.kernels.select import check_implementation
 from dmuon_jax.matrices import Axes
+from dmuon_jax.memory import check_kinds
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
+from dmuon_jax.shardings import given_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,7 @@ class OwnerOptions:
         check_implementation(self.implementation)
         if self.max_wave_bytes is not None and self.max_wave_bytes < 1:
             raise ValueError(f"max_wave_bytes must be positive, got {self.max_wave_bytes}")
+        check_kinds(given_shardings(self.momentum_shardings))
         dtype_name("compute_dtype", self.compute_dtype)
         dtype_name("exchange_dtype", self.exchange_dtype)
 

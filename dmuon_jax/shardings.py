@@ -245,20 +245,14 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
     Returns:
       The same tree; no array that lies on the mesh already is moved.
     """
-    explicit = AxisType.Explicit in mesh.axis_types
-    kept: dict[Spec, PartitionSpec] = {}
-    for x in jax.tree.leaves(params)[:1]:
-        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
-            kept[spec_of(x.sharding.spec, x.ndim, "params")] = x.sharding.spec
+    kept = kept_specs(params)
 
     def place(x):
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return x
         here = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
         key = spec_of(x.sharding.spec, x.ndim, "state") if here else ((),) * x.ndim
-        spec = partition_spec(key, trim=not explicit)
-        if not explicit:
-            spec = kept.get(key, spec)
+        spec = spell(key, mesh, kept)
         kind = x.sharding.memory_kind if here else None
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
         if here:
@@ -269,6 +263,23 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
         )
 
     return jax.tree.map(place, state)
+
+
+def kept_specs(params: Any) -> dict[Spec, PartitionSpec]:
+    """The spec of the first of ``params``, as its owner spells it."""
+    kept = {}
+    for x in jax.tree.leaves(params)[:1]:
+        kind = jax.Array | jax.ShapeDtypeStruct
+        if isinstance(x, kind) and isinstance(x.sharding, NamedSharding):
+            kept[spec_of(x.sharding.spec, x.ndim, "params")] = x.sharding.spec
+    return kept
+
+
+def spell(spec: Spec, mesh: AnyMesh, kept: Mapping[Spec, PartitionSpec]) -> PartitionSpec:
+    """``spec`` as jit spells that of a result, see ``place_state``."""
+    if AxisType.Explicit in mesh.axis_types:
+        return partition_spec(spec)
+    return kept.get(spec, partition_spec(spec, trim=True))
 
 
 def partition_spec(spec: Spec, trim: bool = False) -> PartitionSpec:

@@ -8,19 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from optax.contrib import MuonState
 
 from dmuon_jax.apply_plan import apply_plan, on_specs
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.find_plan import Found, PlanFinder
 from dmuon_jax.gram import check_restarts
+from dmuon_jax.memory import like, to_device, to_host
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.paths import by_path, leaf_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import matrices_of
-from dmuon_jax.shardings import constrain, partition_spec
+from dmuon_jax.shardings import constrain, given_shardings, lookup, partition_spec
 
 
 def scale_by_dmuon(
@@ -105,7 +107,7 @@ def scale_by_dmuon(
     def init_fn(params):
         return MuonState(
             count=jnp.zeros([], jnp.int32),
-            mu=init_momentum(params, find(params), mu_dtype),
+            mu=init_momentum(params, find(params), mu_dtype, options),
             ns_coeffs=jnp.asarray(ns_coeffs),
         )
 
@@ -115,7 +117,9 @@ def scale_by_dmuon(
         grads = on_specs(by_path(updates), found, "in")
         count = optax.safe_increment(state.count)
         corrected = count if bias_correction else None
-        mu, mu_hat = momentum(grads, by_path(state.mu), corrected, beta, nesterov)
+        old = by_path(state.mu)
+        mu = {p: to_device(x) for p, x in old.items()}
+        mu, mu_hat = momentum(grads, mu, corrected, beta, nesterov)
         if sign_momentum:
             mu_hat = {p: jnp.sign(x) for p, x in mu_hat.items()}
         steps = static_steps(ns_steps)
@@ -132,9 +136,8 @@ def scale_by_dmuon(
             whole = on_specs(mu_hat, found, "out")
             result = {p: scale_by_dual_norm(whole[p], y) for p, y in result.items()}
         result = [result[p].astype(g.dtype) for p, g in by_path(updates).items()]
-        mu = {p: mu[p].astype(old.dtype) for p, old in by_path(state.mu).items()}
-        mu = on_specs(mu, found, "in")
-        mu = treedef.unflatten([mu[p] for p in by_path(state.mu)])
+        mu = on_specs({p: mu[p].astype(x.dtype) for p, x in old.items()}, found, "in")
+        mu = treedef.unflatten([like(mu[p], x) for p, x in old.items()])
         state = MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
         return treedef.unflatten(result), state
 
@@ -208,18 +211,25 @@ def number_of_steps(ns_coeffs: Any, ns_steps: jax.typing.ArrayLike) -> int | Non
     return steps if isinstance(steps, int) else None
 
 
-def init_momentum(params: Any, found: Found, mu_dtype: Any) -> Any:
-    """Zeros like ``params``, in the momentum's shardings."""
+def init_momentum(
+    params: Any, found: Found, mu_dtype: Any, options: OwnerOptions
+) -> Any:
+    """Zeros like ``params``, in the momentum's shardings and memory."""
     leaves = {item.leaf.path: item.leaf for item in found.plan.layouts}
+    given = given_shardings(options.momentum_shardings)
 
     def zeros(path, x):
         dtype = mu_dtype or x.dtype
         if found.mesh is None:
             return jnp.zeros_like(x, dtype=dtype)
-        spec = partition_spec(leaves[leaf_name(path)].spec_in)
+        name = leaf_name(path)
+        spec = partition_spec(leaves[name].spec_in)
+        named = lookup(given, name)
+        kind = None if named is None else named.memory_kind
         if isinstance(x, jax.core.Tracer):
-            return constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
-        sharding = jax.sharding.NamedSharding(found.mesh, spec)
+            zeros = constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
+            return to_host(zeros) if kind == "pinned_host" else zeros
+        sharding = NamedSharding(found.mesh, spec, memory_kind=kind)
         return jnp.zeros(x.shape, dtype, device=sharding)
 
     return jax.tree_util.tree_map_with_path(zeros, params)
