@@ -94,7 +94,7 @@ class Trainer:
             losses.append(loss)
         tokens = self.draw(self.corpus.held_out, 0, 0, HELD_OUT_WINDOWS)
         held_out = float(self.evaluate(params, tokens))
-        return {"held_out": held_out, "losses": [float(x) for x in losses]}
+        return {"held_out": held_out, "losses": [round(float(x), 4) for x in losses]}
 
 
 def compare(trainer: Trainer, seeds: int) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def main() -> None:
         **vars(args),
         "results": results,
     }
-    RESULTS.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    RESULTS.with_suffix(".json").write_text(json.dumps(record) + "\n")
     plot(results, RESULTS.with_suffix(".png"))
 
 

@@ -5,7 +5,8 @@
 
 For each case the largest value over the spectra of
 
-* ``error``: relative distance from the same steps in float64 (what the dtype costs),
+* ``error``: relative distance from the same steps in float64 (what the dtype costs), and
+  by itself that of a matrix of rank 1, whose rounding noise the steps lift to rank ``rows``,
 * ``polar``: relative distance from the polar factor (what the table and steps leave),
 * ``orthogonality``: ``||X Xᵀ - I||_F / sqrt(rows)``,
 

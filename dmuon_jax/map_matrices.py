@@ -58,6 +58,7 @@ def orthogonalize(
     ns_steps: int = 5,
     eps: float = 1e-8,
     preconditioning: str = "frobenius",
+    restarts: tuple[int, ...] | None = None,
     weight_dimension_numbers: Any = None,
     **options: Any,
 ) -> Any:
@@ -69,6 +70,7 @@ def orthogonalize(
       ns_steps: as for ``dmuon``.
       eps: as for ``dmuon``.
       preconditioning: as for ``dmuon``.
+      restarts: as for ``dmuon``.
       weight_dimension_numbers: as ``muon_weight_dimension_numbers`` of ``dmuon``.
       **options: ``plan``, ``param_shardings``, ``compute_dtype``, ``exchange_dtype``,
         ``method``, ``implementation``, ``owner_axes``: as for ``dmuon``.
@@ -97,6 +99,7 @@ def orthogonalize(
             compute_dtype=bucket.compute_dtype,
             eps=eps,
             preconditioning=preconditioning,
+            restarts=restarts,
             implementation=choices.implementation,
             exponent=exponent,
         )

@@ -55,7 +55,8 @@ def scale_by_dmuon(
     ``weight_dimension_numbers`` are ours and described at ``dmuon``.
 
     Args:
-      ns_coeffs: a triple, a table of triples, or a preset ("jordan", "you").
+      ns_coeffs: a triple, a table of triples, or a preset ("jordan", "you",
+        "polar_express").
       ns_steps: number of steps; ignored for a table.
       beta: decay rate of the momentum.
       eps: added to the norm that divides each matrix.
