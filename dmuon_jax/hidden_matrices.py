@@ -12,6 +12,7 @@ import optax
 
 from dmuon_jax.leaf_readings import UNNAMED, Named, Names, Reading, Subtrees
 from dmuon_jax.leaf_roles import Role, find_role, owner_of, path_names, plain
+from dmuon_jax.paths import leaf_name
 from dmuon_jax.routing import DimensionNumbers
 
 STACKS = ((), (0,), (1,), (-1,), (0, 1))
@@ -134,7 +135,7 @@ def name_leaves(params: Any) -> dict[str, Named]:
     for names, (path, x) in zip(paths, items, strict=True):
         if not isinstance(x, optax.MaskedNode):
             beside = children.get(owner_of(names)[:-1], ())
-            leaves[jax.tree_util.keystr(path)] = Named(
+            leaves[leaf_name(path)] = Named(
                 names=names,
                 shape=tuple(np.shape(x)),
                 is_float=bool(jnp.issubdtype(jax.dtypes.result_type(x), jnp.inexact)),

@@ -12,6 +12,7 @@ from dmuon_jax.find_plan import PlanFinder
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.owners import MatrixFn
+from dmuon_jax.paths import leaf_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing import matrices_of
 
@@ -111,7 +112,7 @@ def map_tree(
     results = apply_plan(fn, on_specs(arrays, found, "in"), found, operands)
 
     def pick(path, x):
-        name = jax.tree_util.keystr(path)
+        name = leaf_name(path)
         return results[name].astype(x.dtype) if name in results else x
 
     return jax.tree_util.tree_map_with_path(pick, tree)

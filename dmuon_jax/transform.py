@@ -16,6 +16,7 @@ from dmuon_jax.find_plan import Found, PlanFinder
 from dmuon_jax.gram import check_restarts
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.options import OwnerOptions
+from dmuon_jax.paths import by_path, leaf_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import matrices_of
@@ -140,12 +141,6 @@ def scale_by_dmuon(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path."""
-    items = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): x for path, x in items}
-
-
 def momentum(
     grads: Any,
     mu: Any,
@@ -221,7 +216,7 @@ def init_momentum(params: Any, found: Found, mu_dtype: Any) -> Any:
         dtype = mu_dtype or x.dtype
         if found.mesh is None:
             return jnp.zeros_like(x, dtype=dtype)
-        spec = partition_spec(leaves[jax.tree_util.keystr(path)].spec_in)
+        spec = partition_spec(leaves[leaf_name(path)].spec_in)
         if isinstance(x, jax.core.Tracer):
             return constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
         sharding = jax.sharding.NamedSharding(found.mesh, spec)

@@ -18,9 +18,10 @@ import optax
 from dmuon_jax.leaves import see_one
 from dmuon_jax.matrices import Spec, normalize_axes
 from dmuon_jax.muon import dmuon
+from dmuon_jax.paths import by_path
 from dmuon_jax.routing import leaf_dimensions
 from dmuon_jax.shardings import AnyMesh, constrain, given_shardings, partition_spec
-from dmuon_jax.transform import by_path, check_number
+from dmuon_jax.transform import check_number
 
 
 class SecondMomentState(NamedTuple):

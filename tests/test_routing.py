@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests import routing_trees
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from dmuon_jax import HiddenMatrices, dmuon, hidden_matrices, routing_report
+from tests import routing_trees
 
 Dims = MuonDimensionNumbers
 
