@@ -1,5 +1,8 @@
 """A plan as a picture: one bar per owner, its work stacked and coloured by shape."""
 
+from __future__ import annotations
+
+import typing
 from collections import defaultdict
 
 import numpy as np
@@ -8,7 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from dmuon_jax.planning.cost import iteration_flops
-from dmuon_jax.planning.plan import Bucket, Plan
+
+if typing.TYPE_CHECKING:
+    from dmuon_jax.planning.plan import Bucket, Plan
 
 
 def owner_flops(plan: Plan, bucket: Bucket) -> np.ndarray:
