@@ -2,6 +2,7 @@
 # make test    runs the tests
 # make bench   times the optimizers' updates
 # make check   checks the style
+# make test-cuda PYTHON=python3.12 VENV=.venv-cuda    compiles for GPUs without one
 #
 # Each makes its own environment in .venv first. PYTHON=python3.12 chooses the Python,
 # VENV=folder the environment, ARGS="..." is handed on to the program.
@@ -20,7 +21,7 @@ again = again
 endif
 endif
 
-.PHONY: demo test bench check environment clean again
+.PHONY: demo test test-cuda bench check environment clean again
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/has-demo
@@ -31,6 +32,12 @@ test: $(VENV)/has-test
 
 bench: $(VENV)/has-demo
 	$(in_venv) bench/bench_update.py $(ARGS)
+
+# Compiles every GPU kernel and whole steps for GPUs that are not there. Needs Python 3.12
+# and about 5 GB for the CUDA wheels.
+test-cuda: $(VENV)/has-test
+	$(install) "jax[cuda13]" nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
+	$(in_venv) -m pytest -m cuda_compile $(ARGS)
 
 check: $(VENV)/has-check
 	$(in_venv) -m ruff check dmuon_jax tests bench $(ARGS)

@@ -1,7 +1,7 @@
 """Plans of public models: objective by solver, proven bound, gap and time.
 
-    python -m bench.bench_planning                 # every model
-    python -m bench.bench_planning --fixture       # the WALL-X cost fixture with noise
+    PYTHONPATH=. python bench/bench_planning.py             # every model
+    PYTHONPATH=. python bench/bench_planning.py --fixture   # WALL-X costs with noise
 
 Every matrix is sharded over one axis; models with experts are also planned on a mesh of
 8 by N/8 whose second axis forces the experts' owners. Times are microseconds of

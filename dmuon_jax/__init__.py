@@ -10,15 +10,18 @@ from dmuon_jax.routing_report import RoutingReport, routing_report
 from dmuon_jax.split import Split
 from dmuon_jax.state_shardings import state_shardings
 from dmuon_jax.transform import scale_by_dmuon
+from dmuon_jax.variants import adamuon, normuon
 
 __all__ = [
     "HiddenMatrices",
     "Plan",
     "Split",
     "RoutingReport",
+    "adamuon",
     "dmuon",
     "hidden_matrices",
     "map_matrices",
+    "normuon",
     "orthogonalize",
     "place_state",
     "plan_owners",

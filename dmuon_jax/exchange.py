@@ -9,13 +9,14 @@ leading ones are carried beside the array.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from dmuon_jax.layout import LeafLayout, Side
 from dmuon_jax.matrices import Axes
+from dmuon_jax.scales import power_of_two
 
 
 def to_owners(
@@ -23,7 +24,7 @@ def to_owners(
     leaves: Sequence[LeafLayout],
     counts: Sequence[int],
     dtype: str,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Brings the parcels of one exchange group whole to their owners.
 
     Args:
@@ -33,7 +34,9 @@ def to_owners(
       dtype: dtype in which blocks travel.
 
     Returns:
-      ``[max(counts), fan_in, fan_out]``: this device's slots; EMPTY ones are zero.
+      ``x`` ``[max(counts), fan_in, fan_out]``, this device's slots, EMPTY ones zero; and
+      either None or int32 exponents ``e`` ``[max(counts), 1, 1]``: the parcels are then
+      ``x * 2^e``, with the largest entry of each x in [1/2, 1).
     """
     layout = leaves[0].layout
     side = layout.side("in")
@@ -44,10 +47,12 @@ def to_owners(
     x = reorder(x, names, side.sliced + side.exchanged)
     x = take_own(x, side.sliced, side)
 
-    def move(x):
-        return gather(all_to_all(x, side), side)
-
-    return join(travel(x, side, dtype, move), side)
+    if not side.travels or x.dtype == jnp.dtype(dtype):
+        return join(move(x, side), side), None
+    if dtype != "float16":
+        return join(move(x.astype(dtype), side), side), None
+    x, exponent = align(move(encode(x, len(side.dims)), side), side)
+    return join(x, side), exponent
 
 
 def from_owners(
@@ -68,10 +73,13 @@ def from_owners(
     side = layout.side("out")
     x = take_own(split(parcels, side), side.sliced, side)
 
-    def move(x):
-        return gather(all_to_all(x, side), side)
-
-    x = travel(x, side, dtype, move)
+    if not side.travels or x.dtype == jnp.dtype(dtype):
+        x = move(x, side)
+    elif dtype != "float16":
+        x = move(x.astype(dtype), side)
+    else:
+        x, exponent = decode(move(encode(x, len(side.dims)), side), side)
+        x = power_of_two(x.astype(jnp.float32), exponent)
     names = layout.forced_in + layout.free
     x = reorder(x, side.gathered + side.exchanged, names)
     forced = side.mesh.size(layout.forced_in)
@@ -197,32 +205,52 @@ def gather(x: jax.Array, side: Side) -> jax.Array:
     return flat.reshape(*sizes(side, names), *x.shape)
 
 
-def travel(
-    x: jax.Array, side: Side, dtype: str, move: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """``move(x)`` with the blocks (trailing dimensions) cast to ``dtype`` on the way.
+def move(x: jax.Array, side: Side) -> jax.Array:
+    """Both collectives of one way."""
+    return gather(all_to_all(x, side), side)
 
-    float16 blocks are divided by a power of two just above their largest entry, whose
-    exponent, an integer that float16 holds exactly, travels as one more element.
+
+NOTHING = -1000
+"""Exponent that stands for a block of zeros; float16 holds it exactly."""
+
+
+def encode(x: jax.Array, block_ndim: int) -> jax.Array:
+    """Blocks (the trailing dimensions) as float16, each with its exponent behind it.
+
+    A block is divided by the power of two just above its largest entry; the exponent is an
+    integer that float16 holds exactly.
     """
-    if not side.travels or x.dtype == jnp.dtype(dtype):
-        return move(x)
-    if dtype != "float16":
-        return move(x.astype(dtype))
-    block = x.shape[x.ndim - len(side.dims) :]
-    flat = x.reshape(*x.shape[: x.ndim - len(block)], math.prod(block))
+    lead = x.shape[: x.ndim - block_ndim]
+    flat = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
     flat = flat.astype(jnp.promote_types(x.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(flat), axis=-1, keepdims=True)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1))
-    # Two factors, since 2^-exponent alone may leave the range of float32.
-    half = exponent // 2
-    small = jnp.ldexp(jnp.ldexp(flat, -half), half - exponent)
+    exponent = jnp.where(largest == 0, NOTHING, exponent)
+    small = power_of_two(flat, -jnp.where(largest == 0, 0, exponent))
     sent = jnp.concatenate([small, exponent.astype(flat.dtype)], axis=-1)
-    sent = move(sent.astype(dtype)).astype(flat.dtype)
-    exponent = sent[..., -1:].astype(jnp.int32)
-    half = exponent // 2
-    flat = jnp.ldexp(jnp.ldexp(sent[..., :-1], half), exponent - half)
-    return flat.reshape(*flat.shape[:-1], *block)
+    return sent.astype(jnp.float16)
+
+
+def decode(sent: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
+    """Undoes ``encode``: float16 blocks, and int32 exponents that broadcast with them."""
+    block = side.block_shape
+    blocks = sent[..., :-1].reshape(*sent.shape[:-1], *block)
+    exponent = sent[..., -1].astype(jnp.int32)
+    return blocks, exponent.reshape(*exponent.shape, *(1,) * len(block))
+
+
+def align(sent: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
+    """Blocks with one exponent for each slot, still in float16, and those exponents.
+
+    What falls below float16 in this is below 2^-24 of the parcel's largest entry.
+    """
+    blocks, exponent = decode(sent, side)
+    ahead = tuple(range(blocks.ndim - len(side.dims) - 1))
+    common = jnp.max(exponent, axis=ahead, keepdims=True)
+    shift = jnp.exp2((exponent - common).astype(jnp.float32))
+    blocks = (blocks.astype(jnp.float32) * shift).astype(jnp.float16)
+    common = jnp.where(common == NOTHING, 0, common)
+    return blocks, common.reshape(-1, 1, 1)
 
 
 def join(x: jax.Array, side: Side) -> jax.Array:

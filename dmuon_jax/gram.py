@@ -47,6 +47,7 @@ def gram_iterations(
     steps: int | jax.Array,
     restarts: tuple[int, ...] | None = None,
     implementation: Implementation = None,
+    valid: jax.Array | None = None,
 ) -> jax.Array:
     """All steps on X ``[batch, s, l]``, its spectral norm at most about 1.
 
@@ -57,6 +58,7 @@ def gram_iterations(
       restarts: 0-based steps before which R is rebuilt; None for ``default_restarts``,
         which is also what a traced number of steps gets.
       implementation: which kernels, see ``kernels``.
+      valid: bool ``[batch]``: which matrices to compute; None: all.
 
     Returns:
       ``[batch, s, l]`` in the dtype of ``x``.
@@ -72,9 +74,9 @@ def gram_iterations(
     restarts = default_restarts(number) if restarts is None else restarts
     cuts = (0, *sorted(set(restarts)), number)
     for start, end in zip(cuts, cuts[1:], strict=False):
-        r = kernels.gram(x, implementation=implementation)
+        r = kernels.gram(x, implementation=implementation, valid=valid)
         q = kernels.polynomial_chain(
-            r, coefficients[start:end], implementation=implementation
+            r, coefficients[start:end], implementation=implementation, valid=valid
         )
         x = kernels.matmul(q, x)
     return x

@@ -12,6 +12,7 @@ import optax
 
 from dmuon_jax.leaf_readings import UNNAMED, Named, Names, Reading, Subtrees
 from dmuon_jax.leaf_roles import Role, find_role, owner_of, path_names, plain
+from dmuon_jax.paths import leaf_name
 from dmuon_jax.routing import DimensionNumbers
 
 STACKS = ((), (0,), (1,), (-1,), (0, 1))
@@ -76,6 +77,7 @@ class HiddenMatrices:
 
         Raises:
           ValueError: every leaf that cannot be decided, all at once.
+          TypeError: if ``params`` is a single array.
         """
         decisions = self.explain(params)
         refused = [f"{p}: {d.reason}" for p, d in decisions.items() if not d.is_decided]
@@ -89,7 +91,7 @@ class HiddenMatrices:
         )
 
     def explain(self, params: Any) -> dict[str, Decision]:
-        """The decision for each leaf, by path as ``jax.tree_util.keystr`` writes it."""
+        """The decision for each leaf, by its name (``paths.leaf_name``)."""
         leaves = name_leaves(params)
         overridden = {path: self.override(leaf) for path, leaf in leaves.items()}
         tree = Subtrees(
@@ -124,17 +126,25 @@ def name_leaves(params: Any) -> dict[str, Named]:
     """The leaves of a tree by path, with their names and roles.
 
     Names of leaves that are masked away still count as neighbours.
+
+    Raises:
+      TypeError: if ``params`` is a single array.
     """
     items = jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
     )
     paths = [path_names(path) for path, _ in items]
+    if () in paths:
+        raise TypeError(
+            "params must be a tree with a name for each leaf, got a single leaf (for "
+            "optax.inject_hyperparams, a rule must be among static_args)"
+        )
     children = children_of(paths)
     leaves = {}
     for names, (path, x) in zip(paths, items, strict=True):
         if not isinstance(x, optax.MaskedNode):
             beside = children.get(owner_of(names)[:-1], ())
-            leaves[jax.tree_util.keystr(path)] = Named(
+            leaves[leaf_name(path)] = Named(
                 names=names,
                 shape=tuple(np.shape(x)),
                 is_float=bool(jnp.issubdtype(jax.dtypes.result_type(x), jnp.inexact)),

@@ -126,7 +126,7 @@ class Subtrees:
         sizes = reading.without_layers(leaf.shape)
         outputs = [n for n, x in zip(sizes, letters, strict=True) if x != "i"]
         owner = owner_of(leaf.names)
-        *parent, last = owner
+        *parent, last = owner or ("",)
         beside = [(*owner, "bias"), (*owner, "b"), (*parent, f"{last}_bias")]
         for names in beside:
             bias = self.shapes.get(names)

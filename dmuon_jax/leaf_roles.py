@@ -70,7 +70,8 @@ DIRECT = re.compile(
 )
 """Names of matrices that are leaves themselves, beside those of attention."""
 
-MLP_NEIGHBOURS = frozenset({"up", "down", "wi", "wo", "up_proj", "down_proj"})
+GATED = frozenset({"up", "down", "up_proj", "down_proj"})
+"""What lies beside the gate of an MLP."""
 
 
 def path_names(path: Sequence[Any]) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ def plain(name: str) -> str:
 
 def owner_of(names: tuple[str, ...]) -> tuple[str, ...]:
     """The path of what names a leaf: its module for ``.../kernel``, else itself."""
-    return names[:-1] if names[-1] in WRAPPED and len(names) > 1 else names
+    return names[:-1] if names[-1] in WRAPPED else names
 
 
 def find_role(names: tuple[str, ...], neighbours: frozenset[str]) -> Role:
@@ -132,12 +133,15 @@ def find_role(names: tuple[str, ...], neighbours: frozenset[str]) -> Role:
         return Role("vector", ("o",))
     if VECTOR.search(leaf):
         return Role("vector")
-    if any(UNEMBEDDING.search(name) for name in nearest) or HEADS & set(around):
+    if any(ROUTER.search(name) for name in plains):
+        return Role("router", LINEAR)
+    attention = any("att" in name for name in around)
+    if any(UNEMBEDDING.search(name) for name in nearest):
+        return Role("unembedding")
+    if HEADS & set(around) and not attention:
         return Role("unembedding")
     if any(EMBEDDING.search(name) for name in nearest) or is_patch(modules):
         return Role("embedding")
-    if any(ROUTER.search(name) for name in plains):
-        return Role("router", LINEAR)
     if owner == "gate":
         return role_of_gate(around, neighbours)
     if not wrapped and not is_named_matrix(leaf):
@@ -163,10 +167,16 @@ def is_expert(around: Sequence[str]) -> bool:
 
 
 def role_of_gate(around: Sequence[str], neighbours: frozenset[str]) -> Role:
-    """A gate beside up and down is half of an MLP, one beside experts is a router."""
-    if any(is_expert([name]) for name in (*around, *neighbours)):
+    """A gate beside experts is a router, one beside up and down is half of an MLP."""
+    if any(is_expert([name]) for name in neighbours):
         return Role("router", LINEAR)
-    return Role("matrix", LINEAR) if neighbours & MLP_NEIGHBOURS else Role("unknown")
+    experts = is_expert(around)
+    routed = any(ROUTER.search(name) for name in neighbours)
+    if neighbours & GATED:
+        if not experts or routed or "expert" in around[-1]:
+            return role_of_matrix("gate", around)
+        return Role("unknown")
+    return Role("router", LINEAR) if experts else Role("unknown")
 
 
 def role_of_matrix(owner: str, around: Sequence[str]) -> Role:

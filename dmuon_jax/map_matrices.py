@@ -12,8 +12,10 @@ from dmuon_jax.find_plan import PlanFinder
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.owners import MatrixFn
+from dmuon_jax.paths import leaf_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing import matrices_of
+from dmuon_jax.scales import restored
 
 
 def map_matrices(
@@ -42,7 +44,10 @@ def map_matrices(
     """
     options = OwnerOptions(plan=plan, param_shardings=param_shardings)
     return map_tree(
-        lambda x, bucket, operands: fn(x), tree, options, weight_dimension_numbers
+        lambda x, exponent, bucket, operands: fn(restored(x, exponent)),
+        tree,
+        options,
+        weight_dimension_numbers,
     )
 
 
@@ -53,6 +58,7 @@ def orthogonalize(
     ns_steps: int = 5,
     eps: float = 1e-8,
     preconditioning: str = "frobenius",
+    restarts: tuple[int, ...] | None = None,
     weight_dimension_numbers: Any = None,
     **options: Any,
 ) -> Any:
@@ -64,6 +70,7 @@ def orthogonalize(
       ns_steps: as for ``dmuon``.
       eps: as for ``dmuon``.
       preconditioning: as for ``dmuon``.
+      restarts: as for ``dmuon``.
       weight_dimension_numbers: as ``muon_weight_dimension_numbers`` of ``dmuon``.
       **options: ``plan``, ``param_shardings``, ``compute_dtype``, ``exchange_dtype``,
         ``method``, ``implementation``, ``owner_axes``: as for ``dmuon``.
@@ -83,7 +90,7 @@ def orthogonalize(
         raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
     coefficients = jnp.asarray(resolve_coefficients(ns_coeffs, ns_steps))
 
-    def fn(x, bucket, coefficients):
+    def fn(x, exponent, bucket, coefficients):
         return orthogonalize_batch(
             x,
             coefficients,
@@ -92,7 +99,9 @@ def orthogonalize(
             compute_dtype=bucket.compute_dtype,
             eps=eps,
             preconditioning=preconditioning,
+            restarts=restarts,
             implementation=choices.implementation,
+            exponent=exponent,
         )
 
     return map_tree(fn, tree, choices, weight_dimension_numbers, coefficients)
@@ -111,7 +120,7 @@ def map_tree(
     results = apply_plan(fn, on_specs(arrays, found, "in"), found, operands)
 
     def pick(path, x):
-        name = jax.tree_util.keystr(path)
+        name = leaf_name(path)
         return results[name].astype(x.dtype) if name in results else x
 
     return jax.tree_util.tree_map_with_path(pick, tree)

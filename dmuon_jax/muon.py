@@ -7,13 +7,14 @@ import optax
 
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.decay import add_cautious_decayed_weights
+from dmuon_jax.paths import by_path
 from dmuon_jax.place_state import place_state
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
 from dmuon_jax.shardings import find_mesh, finish_sum, given_shardings, see
-from dmuon_jax.transform import by_path, check_number, scale_by_dmuon
+from dmuon_jax.transform import check_number, scale_by_dmuon
 
 
 def dmuon(

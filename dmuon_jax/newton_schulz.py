@@ -13,6 +13,7 @@ from dmuon_jax import kernels
 from dmuon_jax.gram import gram_iterations
 from dmuon_jax.kernels import xla
 from dmuon_jax.kernels.select import Implementation
+from dmuon_jax.scales import power_of_two, scaled
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 
@@ -31,6 +32,8 @@ def orthogonalize_batch(
     preconditioning: str = "frobenius",
     restarts: tuple[int, ...] | None = None,
     implementation: Implementation = None,
+    exponent: jax.Array | None = None,
+    skip_zeros: bool = False,
 ) -> jax.Array:
     """Nearly the orthogonal polar factor of each matrix.
 
@@ -45,20 +48,24 @@ def orthogonalize_batch(
       preconditioning: what divides X first, as in ``optax.contrib.muon``.
       restarts: where the Gram form restarts, see ``gram_iterations``.
       implementation: which kernels, see ``kernels``.
+      exponent: int32 ``[batch, 1, 1]``: the matrices are ``x * 2^exponent``, the largest
+        entry of each x being in [1/2, 1). None: the matrices are x, of any size.
+      skip_zeros: whether kernels are told at run time which matrices are zero.
 
     Returns:
       ``[batch, s, l]`` in ``compute_dtype``. Zeros stay exactly zero.
     """
     if jnp.iscomplexobj(x):
         compute_dtype = x.dtype
-    x = normalize(x, compute_dtype, eps, preconditioning)
+    x, valid = normalize(x, exponent, compute_dtype, eps, preconditioning)
+    valid = valid if skip_zeros else None
     if coefficients.ndim == 1 and isinstance(steps, int):
         coefficients = jnp.broadcast_to(coefficients, (steps, 3))
     real = jnp.finfo(compute_dtype).dtype
     coefficients = coefficients.astype(jnp.promote_types(real, jnp.float32))
     if method == "gram":
-        return gram_iterations(x, coefficients, steps, restarts, implementation)
-    return direct_iterations(x, coefficients, steps, implementation)
+        return gram_iterations(x, coefficients, steps, restarts, implementation, valid)
+    return direct_iterations(x, coefficients, steps, implementation, valid)
 
 
 def direct_iterations(
@@ -66,9 +73,12 @@ def direct_iterations(
     coefficients: jax.Array,
     steps: int | jax.Array,
     implementation: Implementation = None,
+    valid: jax.Array | None = None,
 ) -> jax.Array:
     """``X <- a X + (b A + c A^2) X`` with ``A = X Xᴴ``, once per step."""
-    chain = functools.partial(kernels.direct_chain, implementation=implementation)
+    chain = functools.partial(
+        kernels.direct_chain, implementation=implementation, valid=valid
+    )
     if coefficients.ndim == 2:
         return chain(x, coefficients)
     row = coefficients[None]
@@ -77,44 +87,38 @@ def direct_iterations(
 
 def normalize(
     x: jax.Array,
+    exponent: jax.Array | None,
     compute_dtype: jax.typing.DTypeLike,
     eps: jax.typing.ArrayLike,
     preconditioning: str,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Scales each matrix into the range of the iteration and casts it.
 
-    Norms are taken in fp32 of ``X / 2^k``, with 2^k just above the largest entry, so that
+    Norms are taken in fp32 of ``X / 2^e``, with 2^e just above the largest entry, so that
     neither huge nor tiny matrices leave the range; ``X / (norm + eps)`` is then what optax
     divides by.
+
+    Returns:
+      The matrices in ``compute_dtype``, and bool ``[batch]``: which are not zero.
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    x, unit = scaled(x.astype(wide))
-    eps = jnp.asarray(eps, unit.dtype)
-    if preconditioning == "spectral":
-        norm = jnp.linalg.norm(x, ord=2, axis=(-2, -1), keepdims=True)
-    else:
-        norm = jnp.sqrt(jnp.sum(jnp.abs(x) ** 2, axis=(-2, -1), keepdims=True))
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if exponent is None:
+        x, exponent = scaled(x)
+    norm = jnp.sqrt(jnp.sum(jnp.abs(x) ** 2, axis=(-2, -1), keepdims=True))
+    valid = (norm != 0)[..., 0, 0]
+    eps = jnp.asarray(eps, norm.dtype)
     if preconditioning in ("aol", "schatten"):
         # Both rescale by the Gram matrix themselves, so that any first scale cancels.
         norm = jnp.where(norm == 0, 1, norm)
         x = x / norm
         floor = jnp.minimum(eps, OPTAX_FLOOR)
-        floor = jnp.where(floor > 0, floor / (norm * unit) ** 2, 0)
+        floor = power_of_two(floor / norm**2, -2 * exponent)
         scale = gram_scale(x.astype(compute_dtype), floor, preconditioning)
-        return (x * scale).astype(compute_dtype)
-    total = norm + eps / unit
-    return (x / jnp.where(total == 0, 1, total)).astype(compute_dtype)
-
-
-def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``(x / 2^k, 2^k)``, with 2^k the power of two just above the largest entry."""
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
-    usable = jnp.isfinite(largest) & (largest > 0)
-    _, exponent = jnp.frexp(jnp.where(usable, largest, 1))
-    limit = jnp.finfo(largest.dtype)
-    exponent = jnp.clip(exponent, limit.minexp + 1, limit.maxexp - 1)
-    unit = jnp.ldexp(jnp.ones_like(largest), exponent)
-    return x / unit, unit
+        return (x * scale).astype(compute_dtype), valid
+    if preconditioning == "spectral":
+        norm = jnp.linalg.norm(x, ord=2, axis=(-2, -1), keepdims=True)
+    total = norm + power_of_two(jnp.broadcast_to(eps, norm.shape), -exponent)
+    return (x / jnp.where(total == 0, 1, total)).astype(compute_dtype), valid
 
 
 def gram_scale(x: jax.Array, floor: jax.Array, preconditioning: str) -> jax.Array:

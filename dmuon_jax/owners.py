@@ -11,11 +11,15 @@ from jax.sharding import PartitionSpec
 from dmuon_jax.exchange import from_owners, to_owners
 from dmuon_jax.matrices import Leaf, Piece
 from dmuon_jax.planning.plan import Bucket, Plan
+from dmuon_jax.scales import restored
 from dmuon_jax.shardings import partition_spec
 
-MatrixFn = Callable[[jax.Array, Bucket, Any], jax.Array]
-"""``([batch, s, l], bucket, operands) -> [batch, s, l]``: each matrix on its own, zeros to
-zeros."""
+MatrixFn = Callable[[jax.Array, jax.Array | None, Bucket, Any], jax.Array]
+"""``(x, exponent, bucket, operands) -> [batch, s, l]``: each matrix of x ``[batch, s, l]`` on
+its own, zeros to zeros; with an exponent, int32 ``[batch, 1, 1]``, the matrices are
+``x * 2^exponent``."""
+
+BucketFn = Callable[[jax.Array, jax.Array | None, Bucket], jax.Array]
 
 
 def map_owners(
@@ -52,12 +56,18 @@ def map_owners(
     return list(mapped(operands, *arrays))
 
 
-def call_last(fn: MatrixFn, operands: Any, x: jax.Array, bucket: Bucket) -> jax.Array:
-    return fn(x, bucket, operands)
+def call_last(
+    fn: MatrixFn,
+    operands: Any,
+    x: jax.Array,
+    exponent: jax.Array | None,
+    bucket: Bucket,
+) -> jax.Array:
+    return fn(x, exponent, bucket, operands)
 
 
 def owner_step(
-    fn: Callable[[jax.Array, Bucket], jax.Array],
+    fn: BucketFn,
     blocks: Sequence[jax.Array],
     plan: Plan,
 ) -> list[jax.Array]:
@@ -92,19 +102,22 @@ def after(x: jax.Array, done: Sequence[jax.Array]) -> jax.Array:
 
 
 def wave_step(
-    fn: Callable[[jax.Array, Bucket], jax.Array],
+    fn: BucketFn,
     blocks: dict[int, jax.Array],
     plan: Plan,
     wave: int,
     numbers: Sequence[int],
 ) -> dict[int, jax.Array]:
     """One wave: the groups ``numbers``, and the buckets that they feed."""
-    parcels = {}
+    parcels, exponents = {}, {}
     for number in numbers:
         group = plan.groups[number]
         layouts = [plan.layouts[i] for i in group.leaves]
         own = [blocks[i] for i in group.leaves]
-        parcels[number] = to_owners(own, layouts, group.counts, group.exchange_dtype)
+        with jax.named_scope("to_owners"):
+            parcels[number], exponents[number] = to_owners(
+                own, layouts, group.counts, group.exchange_dtype
+            )
     pieces = {}
     for bucket in plan.buckets:
         if plan.wave_of(bucket) != wave:
@@ -113,7 +126,10 @@ def wave_step(
             cut(parcels[m.group], group_leaf(plan, m.group), m.piece)
             for m in bucket.members
         ]
-        done = run_bucket(fn, bucket, plan, stacks)
+        with jax.named_scope("newton_schulz"):
+            done = run_bucket(
+                fn, bucket, plan, stacks, [exponents[m.group] for m in bucket.members]
+            )
         for member, result in zip(bucket.members, done, strict=True):
             pieces[member.group, member.piece] = result
     results = {}
@@ -121,9 +137,10 @@ def wave_step(
         group, leaf = plan.groups[number], group_leaf(plan, number)
         parts = [pieces[number, i] for i in range(len(leaf.matrix_shapes))]
         layouts = [plan.layouts[i] for i in group.leaves]
-        back = from_owners(
-            assemble(parts, leaf), layouts, group.counts, group.exchange_dtype
-        )
+        with jax.named_scope("from_owners"):
+            back = from_owners(
+                assemble(parts, leaf), layouts, group.counts, group.exchange_dtype
+            )
         for index, block in zip(group.leaves, back, strict=True):
             results[index] = block.astype(blocks[index].dtype)
     return results
@@ -134,10 +151,11 @@ def group_leaf(plan: Plan, group: int) -> Leaf:
 
 
 def run_bucket(
-    fn: Callable[[jax.Array, Bucket], jax.Array],
+    fn: BucketFn,
     bucket: Bucket,
     plan: Plan,
     stacks: Sequence[jax.Array],
+    exponents: Sequence[jax.Array | None],
 ) -> list[jax.Array]:
     """``fn`` on the matrices of a bucket that this device computes; EMPTY ones are zero.
 
@@ -146,33 +164,47 @@ def run_bucket(
       bucket: the bucket.
       plan: its plan.
       stacks: ``[slots, s, l]`` of each member.
+      exponents: see ``to_owners``, of each member.
 
     Returns:
-      Arrays like ``stacks``.
+      Arrays shaped like ``stacks``, in the dtype that ``fn`` gives.
     """
+    if any(exponent is None for exponent in exponents):
+        stacks = [restored(x, e) for x, e in zip(stacks, exponents, strict=True)]
+        exponents = ()
+    dtype = jnp.result_type(*stacks)
+    stacks = [x.astype(dtype) for x in stacks]
+
+    def batch_of(counts, stacks, exponents):
+        batch = [x[:count] for x, count in zip(stacks, counts, strict=True)]
+        scales = [e[:count] for e, count in zip(exponents, counts, strict=False)]
+        return jnp.concatenate(batch), jnp.concatenate(scales) if scales else None
 
     def branch(counts):
-        def compute(*stacks):
-            used = [x[:count] for x, count in zip(stacks, counts, strict=True)]
-            batch = jnp.concatenate(used, axis=0)
-            result = fn(batch, bucket) if len(batch) else batch
+        def compute(stacks, exponents):
+            if not sum(counts):
+                return tuple(jnp.zeros_like(x, result.dtype) for x in stacks)
+            done = fn(*batch_of(counts, stacks, exponents), bucket)
             ends = [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
-            parts = jnp.split(result.astype(batch.dtype), ends)
             return tuple(
                 jnp.pad(part, ((0, len(x) - len(part)), (0, 0), (0, 0)))
-                for part, x in zip(parts, stacks, strict=True)
+                for part, x in zip(jnp.split(done, ends), stacks, strict=True)
             )
 
         return compute
 
-    dtype = jnp.result_type(*stacks)
-    stacks = [x.astype(dtype) for x in stacks]
+    most = max(bucket.branches, key=sum)
+    result = jax.eval_shape(
+        lambda stacks, exponents: fn(*batch_of(most, stacks, exponents), bucket),
+        stacks,
+        exponents,
+    )
     computes = [branch(counts) for counts in bucket.branches]
     if len(computes) == 1:
-        return list(computes[0](*stacks))
+        return list(computes[0](stacks, exponents))
     layout = plan.group_layout(plan.groups[bucket.members[0].group])
     index = jnp.asarray(bucket.branch_of)[jax.lax.axis_index(layout.varying)]
-    return list(jax.lax.switch(index, computes, *stacks))
+    return list(jax.lax.switch(index, computes, stacks, exponents))
 
 
 def cut(parcels: jax.Array, leaf: Leaf, piece: int) -> jax.Array:

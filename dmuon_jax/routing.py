@@ -7,6 +7,7 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from dmuon_jax.paths import leaf_name
 from dmuon_jax.split import Dimensions, Split
 
 DimensionNumbers = Dimensions | None
@@ -40,7 +41,7 @@ def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
         if not is_dimension(entry):
             raise TypeError(
                 "dimension numbers must be MuonDimensionNumbers, Split or None, got "
-                f"{type(entry).__name__} at {jax.tree_util.keystr(path)}"
+                f"{type(entry).__name__} at {leaf_name(path)}"
             )
         found.extend([entry] * len(jax.tree.leaves(subtree)))
 
@@ -65,7 +66,7 @@ class Router:
         dims = leaf_dimensions(self.rule, params)
         items = jax.tree_util.tree_leaves_with_path(params)
         self.decided = {
-            jax.tree_util.keystr(path): dim
+            leaf_name(path): dim
             for (path, _), dim in zip(items, dims, strict=True)
         }
         labels = ["adam" if dim is None else "muon" for dim in dims]
@@ -74,7 +75,7 @@ class Router:
     def dimensions(self, part: Any) -> Any:
         """Dimension numbers of a part of the tree that ``labels`` met last."""
         items = jax.tree_util.tree_leaves_with_path(part)
-        dims = [self.decided[jax.tree_util.keystr(path)] for path, _ in items]
+        dims = [self.decided[leaf_name(path)] for path, _ in items]
         return jax.tree.structure(part).unflatten(dims)
 
 
@@ -85,6 +86,6 @@ def matrices_of(tree: Any, rule: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     arrays, numbers = {}, {}
     for (path, x), dim in zip(items, dims, strict=True):
         if dim is not None:
-            name = jax.tree_util.keystr(path)
+            name = leaf_name(path)
             arrays[name], numbers[name] = x, dim
     return arrays, numbers

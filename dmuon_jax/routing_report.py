@@ -16,6 +16,7 @@ from dmuon_jax.hidden_matrices import (
 )
 from dmuon_jax.leaf_readings import Named, Names
 from dmuon_jax.leaves import see_one
+from dmuon_jax.paths import leaf_name
 from dmuon_jax.routing import DimensionNumbers, leaf_dimensions
 from dmuon_jax.shardings import given_shardings, partition_spec
 from dmuon_jax.split import matrix_axes, pieces_of
@@ -28,7 +29,7 @@ class RoutingRow:
     """One leaf.
 
     Attributes:
-      path: where it sits, as ``jax.tree_util.keystr`` writes it.
+      path: where it sits (``paths.leaf_name``).
       route: "muon", "adam", or "undecided" where ``HiddenMatrices`` refuses.
       shape: its logical shape.
       dtype: name of its dtype.
@@ -125,7 +126,7 @@ def routing_report(
     items = jax.tree_util.tree_leaves_with_path(params)
     rows = []
     for (key, x), dim in zip(items, dims, strict=True):
-        path = jax.tree_util.keystr(key)
+        path = leaf_name(key)
         leaf, decision = leaves[path], decisions[path]
         route, matrices, flags = judge(leaf, dim, decision, is_own)
         if dim is not None and is_stack_of_vectors(leaf, modules[leaf.names[:-1]]):

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dmuon_jax.matrices import Axes, MeshShape, Spec
+from dmuon_jax.paths import leaf_name
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -152,7 +153,7 @@ def given_shardings(tree: Any) -> dict[str, NamedSharding]:
     """
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path)
+        name = leaf_name(path)
         if not isinstance(leaf, NamedSharding):
             raise TypeError(
                 f"shardings must be a tree of NamedSharding, got {type(leaf).__name__} "

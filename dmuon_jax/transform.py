@@ -18,6 +18,7 @@ from dmuon_jax.gram import check_restarts
 from dmuon_jax.memory import like, to_device, to_host
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.options import OwnerOptions
+from dmuon_jax.paths import by_path, leaf_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import matrices_of
@@ -54,7 +55,8 @@ def scale_by_dmuon(
     ``weight_dimension_numbers`` are ours and described at ``dmuon``.
 
     Args:
-      ns_coeffs: a triple, a table of triples, or a preset ("jordan", "you").
+      ns_coeffs: a triple, a table of triples, or a preset ("jordan", "you",
+        "polar_express").
       ns_steps: number of steps; ignored for a table.
       beta: decay rate of the momentum.
       eps: added to the norm that divides each matrix.
@@ -143,12 +145,6 @@ def scale_by_dmuon(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path."""
-    items = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): x for path, x in items}
-
-
 def momentum(
     grads: Any,
     mu: Any,
@@ -227,9 +223,9 @@ def init_momentum(
         dtype = mu_dtype or x.dtype
         if found.mesh is None:
             return jnp.zeros_like(x, dtype=dtype)
-        path = jax.tree_util.keystr(path)
-        spec = partition_spec(leaves[path].spec_in)
-        named = lookup(given, path)
+        name = leaf_name(path)
+        spec = partition_spec(leaves[name].spec_in)
+        named = lookup(given, name)
         kind = None if named is None else named.memory_kind
         if isinstance(x, jax.core.Tracer):
             zeros = constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
@@ -241,7 +237,7 @@ def init_momentum(
 
 
 def orthogonalize_bucket(
-    x, bucket, operands, *, steps, preconditioning, restarts, implementation
+    x, exponent, bucket, operands, *, steps, preconditioning, restarts, implementation
 ):
     """The iteration on one bucket, as its plan says."""
     coefficients, traced_steps, eps = operands
@@ -255,6 +251,8 @@ def orthogonalize_bucket(
         preconditioning=preconditioning,
         restarts=restarts,
         implementation=implementation,
+        exponent=exponent,
+        skip_zeros=bucket.padded,
     )
 
 

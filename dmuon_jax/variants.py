@@ -7,6 +7,7 @@ rule of ``shape_scale`` means what it means for Muon; ``consistent_rms=0.2`` giv
 papers' ``0.2 sqrt(m n) / norm``. That last step makes bias correction needless.
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ import numpy as np
 import optax
 
 from dmuon_jax.leaves import see_one
-from dmuon_jax.matrices import Spec, normalize_axes
+from dmuon_jax.matrices import Spec
 from dmuon_jax.muon import dmuon
+from dmuon_jax.paths import by_path
 from dmuon_jax.routing import leaf_dimensions
 from dmuon_jax.shardings import AnyMesh, constrain, given_shardings, partition_spec
-from dmuon_jax.transform import by_path, check_number
+from dmuon_jax.split import Dimensions, matrix_axes, scale_array
+from dmuon_jax.transform import check_number
 
 
 class SecondMomentState(NamedTuple):
@@ -151,29 +154,26 @@ def scale_by_second_moment(
     check_number("eps", eps, low=0.0)
     places = Places(param_shardings)
 
-    def axes_of(tree):
-        """``(path, leaf, reduction axes, output axes)`` of each leaf."""
-        dims = leaf_dimensions(rule, tree)
-        for (path, x), dim in zip(by_path(tree).items(), dims, strict=True):
-            yield path, x, *normalize_axes(np.ndim(x), *dim, path=path)
+    def leaves_of(tree):
+        """``(path, leaf, dimension numbers, axes of the mean)`` of each leaf."""
+        all_dims = leaf_dimensions(rule, tree)
+        for (path, x), dims in zip(by_path(tree).items(), all_dims, strict=True):
+            reduction, _ = matrix_axes(dims, np.ndim(x), path)
+            yield path, x, dims, reduction if per_neuron else ()
 
     def init_fn(params):
-        nu = [
-            places.zeros(path, x, reduction if per_neuron else ())
-            for path, x, reduction, _ in axes_of(params)
-        ]
+        nu = [places.zeros(path, x, axes) for path, x, _, axes in leaves_of(params)]
         return SecondMomentState(nu=jax.tree.structure(params).unflatten(nu))
 
     def update_fn(updates, state, params=None):
         del params
         before, after, results = by_path(state.nu), [], []
-        for path, x, reduction, output in axes_of(updates):
-            mean_axes = reduction if per_neuron else ()
+        for path, x, dims, axes in leaves_of(updates):
             square = jnp.abs(x).astype(before[path].dtype) ** 2
-            square = jnp.mean(square, axis=mean_axes, keepdims=True)
+            square = jnp.mean(square, axis=axes, keepdims=True)
             nu = (b2 * before[path] + (1 - b2) * square).astype(before[path].dtype)
             nu = places.constrain(path, x, nu)
-            y = set_norm(x / (jnp.sqrt(nu) + eps), reduction, output)
+            y = set_norm(x / (jnp.sqrt(nu) + eps), dims)
             after.append(nu)
             results.append(y.astype(x.dtype))
         treedef = jax.tree.structure(updates)
@@ -182,16 +182,21 @@ def scale_by_second_moment(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def set_norm(x: jax.Array, reduction: tuple[int, ...], output: tuple[int, ...]):
-    """Each matrix scaled to the Frobenius norm ``sqrt(min(fan_in, fan_out))``.
+def set_norm(x: jax.Array, dims: Dimensions) -> jax.Array:
+    """Each matrix of a leaf scaled to the Frobenius norm ``sqrt(min(fan_in, fan_out))``.
 
-    Zeros stay zero.
+    Parts of a split leaf are matrices of their own. Zeros stay zero.
     """
-    square = jnp.sum(jnp.abs(x) ** 2, axis=reduction + output, keepdims=True)
-    fan_in = math.prod(x.shape[axis] for axis in reduction)
-    fan_out = math.prod(x.shape[axis] for axis in output)
-    norm = jnp.sqrt(jnp.where(square == 0, 1, square))
-    return x * (math.sqrt(min(fan_in, fan_out)) / norm)
+    reduction, output = matrix_axes(dims, x.ndim, "a leaf")
+    target = scale_array(dims, x.shape, lambda i, o: math.sqrt(min(i, o)))
+    numbers = itertools.count()
+    part = scale_array(dims, x.shape, lambda i, o: next(numbers))
+    square, total = jnp.abs(x) ** 2, 0.0
+    for number in range(next(numbers)):
+        inside = jnp.equal(part, number)
+        size = jnp.where(inside, square, 0).sum(reduction + output, keepdims=True)
+        total = jnp.where(inside, size, total)
+    return x * (target / jnp.sqrt(jnp.where(total == 0, 1, total)))
 
 
 class Places:

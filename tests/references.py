@@ -34,17 +34,17 @@ def preconditioned(x, eps, preconditioning):
 
 def matrices(x, dims):
     """``[batch, fan_in, fan_out]`` view of a leaf, and the function that undoes it."""
-    as_tuple = lambda axes: (axes,) if isinstance(axes, int) else tuple(axes)
-    reduction = tuple(a % x.ndim for a in as_tuple(dims[0]))
-    output = tuple(a % x.ndim for a in as_tuple(dims[1]))
+    reduction, output = (
+        tuple(a % x.ndim for a in ((axes,) if isinstance(axes, int) else axes))
+        for axes in dims
+    )
     batch = tuple(a for a in range(x.ndim) if a not in reduction + output)
     order = batch + reduction + output
     moved = np.transpose(x, order)
     fan_in = math.prod(x.shape[a] for a in reduction)
     fan_out = math.prod(x.shape[a] for a in output)
     stack = moved.reshape(-1, fan_in, fan_out)
-    undo = lambda y: np.transpose(y.reshape(moved.shape), np.argsort(order))
-    return stack, undo
+    return stack, lambda y: np.transpose(y.reshape(moved.shape), np.argsort(order))
 
 
 def orthogonalized(x, dims, table=(JORDAN,) * 5):

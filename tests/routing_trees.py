@@ -269,6 +269,38 @@ FAULTY_EXAMPLE = {
     "scale": ((4, 32), A),
 }
 
+NORM_TELLS = {
+    "layers": {
+        "attention": {
+            "query": {"kernel": ((L, D, 48), (1, 2))},
+            "out": {"kernel": ((L, 48, D), (1, 2))},
+        },
+        "norm": {"scale": ((L, D), A)},
+    }
+}
+"""Without the norm, attention kernels of L and 48 heads would fit as well."""
+
+GATES = {
+    "mlp": {"gate": {"kernel": ((D, F), IO)}, "up": {"kernel": ((D, F), IO)}},
+    "moe": {
+        "gate": {"kernel": ((D, E), A)},
+        "experts": {"gate": ((E, D, F), (1, 2)), "down": ((E, F, D), (1, 2))},
+        "shared_expert": {"gate": {"kernel": ((D, F), IO)}, "up": ((D, F), IO)},
+    },
+    "moe_1": {
+        "shared_mlp": {"gate": {"kernel": ((D, F), IO)}, "up": ((D, F), IO)},
+    },
+    "MoeBlock_0": {
+        "router_logits": {"kernel": ((D, E), A)},
+        "gate": ((E, D, F), (1, 2)),
+        "up": ((E, D, F), (1, 2)),
+    },
+    "MoeBlock_1": {"gate": {"kernel": ((D, E), A)}, "wi": ((E, D, F), (1, 2))},
+    "attention": {"head_0": {"query": {"kernel": ((D, HD), IO)}}},
+    "head": {"Dense_0": {"kernel": ((D, V), A)}},
+    "norm": {"scale": ((D,), A)},
+}
+
 BY_NAME = {
     "maxtext": MAXTEXT,
     "maxtext_moe": MAXTEXT_MOE,
@@ -280,5 +312,7 @@ BY_NAME = {
     "equinox": EQUINOX,
     "stack_last": STACK_LAST,
     "flat": FLAT,
+    "gates": GATES,
+    "norm_tells": NORM_TELLS,
     "faulty_example": FAULTY_EXAMPLE,
 }

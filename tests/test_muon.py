@@ -14,15 +14,28 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
 
 import dmuon_jax
-from dmuon_jax import Plan, dmuon, orthogonalize, place_state, plan_owners, scale_by_dmuon
+from dmuon_jax import (
+    Plan,
+    dmuon,
+    orthogonalize,
+    place_state,
+    plan_owners,
+    scale_by_dmuon,
+)
 from tests.references import relative
 
 
 def rng_tree(seed, scale=1.0, dtype=np.float32):
     rng = np.random.default_rng(seed)
-    shapes = {"kernel": (16, 24), "other": (24, 16), "bias": (24,), "head": {"w": (16, 8)}}
+    shapes = {
+        "kernel": (16, 24),
+        "other": (24, 16),
+        "bias": (24,),
+        "head": {"w": (16, 8)},
+    }
     return jax.tree.map(
         lambda s: (scale * rng.normal(size=s)).astype(dtype),
         shapes,
@@ -78,7 +91,15 @@ def test_arguments_are_a_superset_of_optax():
         want = list(inspect.signature(theirs).parameters.values())
         for a, b in zip(mine, want, strict=False):
             assert (a.name, a.kind, a.default) == (b.name, b.kind, b.default)
-        assert all(p.kind == p.KEYWORD_ONLY and p.default is None for p in mine[len(want) :])
+        assert all(p.kind == p.KEYWORD_ONLY for p in mine[len(want) :])
+
+
+MASK = {"kernel": True, "other": False, "bias": True, "head": False}
+PREFIX = {"kernel": Dims(1, 0), "other": None, "bias": None, "head": Dims()}
+
+
+def only_kernel(params):
+    return jax.tree.map(lambda x: Dims() if x.shape == (16, 24) else None, params)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +108,14 @@ def test_arguments_are_a_superset_of_optax():
         {},
         {"weight_decay": 0.1, "nesterov": False, "beta": 0.9, "consistent_rms": 0.2},
         {"adam_learning_rate": 1e-3, "adam_weight_decay": 0.1, "adam_b1": 0.8},
-        {"ns_coeffs": "dion", "weight_decay": 0.1, "weight_decay_mask": {"kernel": True, "other": False, "bias": True, "head": False}},
+        {"ns_coeffs": "dion", "weight_decay": 0.1, "weight_decay_mask": MASK},
         {"adaptive": True, "mu_dtype": jnp.bfloat16},
         {"preconditioning": "aol", "ns_steps": 4},
-        {"muon_weight_dimension_numbers": {"kernel": optax.contrib.MuonDimensionNumbers(1, 0), "other": None, "bias": None, "head": optax.contrib.MuonDimensionNumbers()}},
-        {"muon_weight_dimension_numbers": lambda params: jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if x.shape == (16, 24) else None, params)},
+        {"muon_weight_dimension_numbers": PREFIX},
+        {"muon_weight_dimension_numbers": only_kernel},
     ],
     ids=lambda a: ",".join(a) or "defaults",
-)  # fmt: skip
+)
 def test_equals_optax_on_a_mesh_with_the_same_state(arguments):
     params = rng_tree(0)
     grads = [rng_tree(s) for s in (1, 2)]
@@ -145,10 +166,10 @@ def test_init_under_jit_and_eval_shape_gives_the_same_state():
         assert a.sharding.is_equivalent_to(c.sharding, a.ndim)
     buffers = [
         shard.data.unsafe_buffer_pointer()
-        for x in jax.tree.leaves((eager, params))
+        for x in jax.tree.leaves(eager)
         for shard in x.addressable_shards
     ]
-    assert len(set(buffers)) == len(buffers)
+    assert len(set(buffers)) == len(buffers)  # else donation would fail
 
 
 def test_learning_rate_can_be_injected():
@@ -156,7 +177,9 @@ def test_learning_rate_can_be_injected():
     params, grads = put(rng_tree(0), mesh), put(rng_tree(1), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, params)
     tx = optax.inject_hyperparams(dmuon)(
-        learning_rate=1e-2, param_shardings=shardings, weight_decay=optax.constant_schedule(0.0)
+        learning_rate=1e-2,
+        param_shardings=shardings,
+        weight_decay=optax.constant_schedule(0.0),
     )
     state = place_state(tx.init(params), mesh, params)
     update = jax.jit(tx.update)
@@ -189,9 +212,15 @@ def test_a_skipped_step_leaves_no_trace():
     bad["kernel"][3, 4] = np.nan
     tx = optax.apply_if_finite(dmuon(0.05, ns_steps=2), 5)
     with_bad, state, _ = train(tx, params, [put(g, mesh) for g in (good, bad, last)])
-    without, _, _ = train(dmuon(0.05, ns_steps=2), params, [put(g, mesh) for g in (good, last)])
+    without, _, _ = train(
+        dmuon(0.05, ns_steps=2), params, [put(g, mesh) for g in (good, last)]
+    )
     trees_close(with_bad, without, 1e-6)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def dtypes(tree):
+    return [x.dtype for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=str)
@@ -204,7 +233,7 @@ def test_updates_keep_the_gradients_dtype(dtype):
         state = tx.init(params)
         updates, new = tx.update(params, state, params)
         assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
-        assert jax.tree.map(jnp.dtype, state) == jax.tree.map(jnp.dtype, new)
+        assert dtypes(state) == dtypes(new)
 
 
 def test_zero_gradients_give_zero_updates():
@@ -212,8 +241,14 @@ def test_zero_gradients_give_zero_updates():
     params = put(rng_tree(0), mesh)
     zeros = jax.tree.map(jnp.zeros_like, params)
     for dtype in ("float32", "float16", "bfloat16"):
-        tx = dmuon(0.1, compute_dtype=dtype, exchange_dtype=dtype, consistent_rms=0.2)
-        updates, state = tx.update(zeros, tx.init(params), params)
+        tx = dmuon(
+            0.1,
+            ns_steps=2,
+            compute_dtype=dtype,
+            exchange_dtype=dtype,
+            consistent_rms=0.2,
+        )
+        updates, state = jax.jit(tx.update)(zeros, tx.init(params), params)
         assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(updates))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
@@ -240,7 +275,9 @@ def test_named_methods_and_dtypes_run_and_stay_close(options, limit):
     tx = dmuon(0.1, **options)
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     theirs = optax.contrib.muon(0.1)
-    want, _ = theirs.update(rng_tree(1, scale=1e4), theirs.init(rng_tree(0)), rng_tree(0))
+    want, _ = theirs.update(
+        rng_tree(1, scale=1e4), theirs.init(rng_tree(0)), rng_tree(0)
+    )
     for name in ("kernel", "other"):
         assert relative(updates[name], want[name]) <= limit
 
@@ -254,10 +291,10 @@ def test_bfloat16_gram_is_never_chosen():
 def test_orthogonalize_takes_a_tree_and_gives_one():
     mesh = mesh8()
     tree = put(rng_tree(0), mesh)
-    got = orthogonalize(tree, ns_steps=5)
+    got = jax.jit(lambda x: orthogonalize(x, plan=plan_owners(tree)))(tree)
     values = np.linalg.svd(np.asarray(got["kernel"]), compute_uv=False)
     assert values.min() > 0.3 and values.max() < 1.3
-    assert got["kernel"].sharding == tree["kernel"].sharding
+    assert got["kernel"].sharding.is_equivalent_to(tree["kernel"].sharding, 2)
     np.testing.assert_array_equal(got["bias"], tree["bias"])
 
 
@@ -268,7 +305,9 @@ def test_any_matrix_function_runs_on_owners():
 
     mesh = mesh8()
     tree = {"a": rng_tree(0)["kernel"], "b": rng_tree(0)["other"]}
-    got = dmuon_jax.map_matrices(polar, put(tree, mesh))
+    placed = put(tree, mesh)
+    plan = plan_owners(placed)
+    got = jax.jit(lambda x: dmuon_jax.map_matrices(polar, x, plan))(placed)
     for name, x in tree.items():
         u, _, vt = np.linalg.svd(x.astype(np.float64), full_matrices=False)
         assert relative(got[name], u @ vt) <= 1e-4
@@ -296,7 +335,9 @@ def test_linen_train_state():
 
     @jax.jit
     def step(state):
-        grads = jax.grad(lambda p: jnp.sum(state.apply_fn({"params": p}, x) ** 2))(state.params)
+        grads = jax.grad(lambda p: jnp.sum(state.apply_fn({"params": p}, x) ** 2))(
+            state.params
+        )
         return state.apply_gradients(grads=grads)
 
     after = step(step(state))
@@ -331,7 +372,9 @@ def test_nnx_optimizer_equals_the_plain_tree():
 def test_plan_is_hashable_and_survives_json():
     plan = plan_owners(put(rng_tree(0), mesh8()))
     again = Plan.from_json(plan.to_json())
-    assert again == plan and hash(again) == hash(plan) and again.digest() == plan.digest()
+    assert (
+        again == plan and hash(again) == hash(plan) and again.digest() == plan.digest()
+    )
     assert "24" in plan.summary() and "per owner" in plan.summary()
 
 
@@ -362,7 +405,9 @@ def test_a_plan_for_something_else_is_refused_at_init():
     params = put(rng_tree(0), mesh)
     plan = plan_owners(params)
     other = dict(params, kernel=put(np.zeros((8, 24), np.float32), mesh))
-    with pytest.raises(ValueError, match=r"shape \(16, 24\), the tree \(8, 24\), at \['kernel'\]"):
+    with pytest.raises(
+        ValueError, match=r"shape \(16, 24\), the tree \(8, 24\), at \['kernel'\]"
+    ):
         dmuon(0.02, plan=plan).init(other)
     small = Mesh(np.array(jax.devices()[:4]), ("x",))
     with pytest.raises(ValueError, match="mesh"):
@@ -371,7 +416,9 @@ def test_a_plan_for_something_else_is_refused_at_init():
     with pytest.raises(ValueError, match=r"the tree lacks, at \['kernel'\]"):
         dmuon(0.02, plan=plan).init(other)
     with pytest.raises(ValueError, match="method='gram'"):
-        dmuon(0.02, plan=plan_owners(params, method="direct"), method="gram").init(params)
+        dmuon(0.02, plan=plan_owners(params, method="direct"), method="gram").init(
+            params
+        )
 
 
 @pytest.mark.parametrize(
@@ -402,17 +449,17 @@ def test_wrong_arguments_are_refused_at_construction(arguments, error, words):
 
 
 def test_leaves_that_cannot_be_matrices_are_all_named_at_init():
-    dims = optax.contrib.MuonDimensionNumbers()
+    dims = Dims()
     tree = {"int": jnp.ones((4, 4), jnp.int32), "fine": jnp.ones((4, 4))}
     with pytest.raises(TypeError, match=r"floating point, got int32 at \['int'\]"):
         dmuon(0.02).init(tree)
     tree = {"a": jnp.ones(4), "b": jnp.ones(())}
     with pytest.raises(ValueError, match=r"(?s)\['a'\].*\['b'\]"):
         dmuon(0.02, muon_weight_dimension_numbers=dims).init(tree)
-    wrong = optax.contrib.MuonDimensionNumbers(0, 0)
+    wrong = Dims(0, 0)
     with pytest.raises(ValueError, match="distinct"):
         dmuon(0.02, muon_weight_dimension_numbers=wrong).init({"a": jnp.ones((4, 4))})
-    far = optax.contrib.MuonDimensionNumbers(0, 5)
+    far = Dims(0, 5)
     with pytest.raises(ValueError, match="output_axis"):
         dmuon(0.02, muon_weight_dimension_numbers=far).init({"a": jnp.ones((4, 4))})
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests import routing_trees
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 from dmuon_jax import HiddenMatrices, dmuon, hidden_matrices, routing_report
+from tests import routing_trees
 
 Dims = MuonDimensionNumbers
 
@@ -47,6 +47,8 @@ def test_equinox_stack_without_biases_needs_out_in():
     )
     assert str(error.value).count(ways) == 3
     assert decided(params, HiddenMatrices(out_in=True)) == routing_trees.answers(tree)
+    square = decided({"linear": {"weight": spec(8, 8)}})
+    assert square == {"['linear']['weight']": Dims(0, 1)}
 
 
 class LinenBlock(nn.Module):
@@ -136,16 +138,15 @@ def test_nnx_state_and_pure_dict():
     state = nnx.state(model, nnx.Param)
     found = decided(state)
     answers = {
-        "['layers']['attention']['key']['kernel'].value": Dims(1, (2, 3)),
-        "['layers']['attention']['out']['kernel'].value": Dims((1, 2), 3),
-        "['layers']['attention']['query']['kernel'].value": Dims(1, (2, 3)),
-        "['layers']['attention']['value']['kernel'].value": Dims(1, (2, 3)),
-        "['layers']['mlp'][0]['kernel'].value": Dims(1, 2),
-        "['layers']['mlp'][1]['kernel'].value": Dims(1, 2),
+        "['layers']['attention']['key']['kernel']": Dims(1, (2, 3)),
+        "['layers']['attention']['out']['kernel']": Dims((1, 2), 3),
+        "['layers']['attention']['query']['kernel']": Dims(1, (2, 3)),
+        "['layers']['attention']['value']['kernel']": Dims(1, (2, 3)),
+        "['layers']['mlp'][0]['kernel']": Dims(1, 2),
+        "['layers']['mlp'][1]['kernel']": Dims(1, 2),
     }
     assert {path: d for path, d in found.items() if d is not None} == answers
-    pure = decided(nnx.to_pure_dict(state))
-    assert pure == {path.removesuffix(".value"): d for path, d in found.items()}
+    assert decided(nnx.to_pure_dict(state)) == found
     tree = hidden_matrices(state)
     assert tree["layers"]["mlp"][1]["kernel"].get_value() == Dims(1, 2)
 
@@ -155,6 +156,7 @@ def test_what_cannot_be_decided_is_refused_at_once():
         "alone": {"kernel": spec(4, 32, 64)},
         "mystery": spec(8, 8),
         "mlp": {"gate": {"kernel": spec(8, 16)}},
+        "moe": {"gate": {"kernel": spec(8, 16)}, "up": spec(4, 8, 16)},
         "conv_out": {"c_attn": {"kernel": spec(24, 8), "bias": spec(24)}},
         "sure": {"kernel": spec(8, 16)},
     }
@@ -165,6 +167,8 @@ def test_what_cannot_be_decided_is_refused_at_once():
         "alone",
         "conv_out",
         "mlp",
+        "moe",
+        "moe",
         "mystery",
     ]
     rule = HiddenMatrices(
@@ -176,9 +180,28 @@ def test_what_cannot_be_decided_is_refused_at_once():
         "['conv_out']['c_attn']['bias']": None,
         "['conv_out']['c_attn']['kernel']": Dims(1, 0),
         "['mlp']['gate']['kernel']": Dims(1, 0),
+        "['moe']['gate']['kernel']": Dims(1, 0),
+        "['moe']['up']": Dims(1, 2),
         "['mystery']": None,
         "['sure']['kernel']": Dims(0, 1),
     }
+
+
+def test_a_single_array_has_no_name():
+    with pytest.raises(TypeError, match="a name for each leaf"):
+        hidden_matrices(spec(4, 8))
+
+
+def test_variables_of_nnx_and_boxes_of_linen_run():
+    block = nnx.state(nnx.eval_shape(lambda: NnxBlock(nnx.Rngs(0))), nnx.Param)
+    boxed = {"mlp": {"kernel": nn.Partitioned(spec(4, 8), ("a", "b"))}}
+    for params, num_matrices in ((block, 6), (boxed, 1)):
+        tx = dmuon(0.1, muon_weight_dimension_numbers=hidden_matrices)
+        state = jax.eval_shape(tx.init, params)
+        updates, state = jax.eval_shape(tx.update, params, state, params)
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        momentum = state.inner_states["muon"].inner_state[0].mu
+        assert len(jax.tree.leaves(momentum)) == num_matrices
 
 
 def test_small_leaves_and_integers_go_to_adam():
@@ -188,6 +211,7 @@ def test_small_leaves_and_integers_go_to_adam():
         "cls": spec(1, 1, 8),
         "probe": spec(1, 1, 8),
         "to_one": {"kernel": spec(8, 1)},
+        "stack": {"to_one": {"kernel": spec(4, 8, 1), "bias": spec(4, 1)}},
         "number": 1.0,
     }
     assert set(decided(params).values()) == {None}

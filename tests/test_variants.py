@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from dmuon_jax import dmuon
 from dmuon_jax.decay import add_cautious_decayed_weights
+from dmuon_jax.split import Split
 from dmuon_jax.variants import (
     SecondMomentState,
     adamuon,
@@ -130,6 +131,33 @@ def test_variant_is_its_paper(variant, kind):
         np.testing.assert_allclose(updates["bias"], theirs, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind, spec", [("Auto", P("x")), ("Explicit", P(None, "x"))])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_of_a_split_leaf_are_matrices_of_their_own(variant, kind, spec):
+    make, how = VARIANTS[variant]
+    sharding = NamedSharding(make_mesh(kind), spec)
+    grads = [normal(16, 40, seed=seed) for seed in range(2)]
+    for grad in grads:
+        grad[:, 20:32] *= 10
+    options = OPTIONS | {"muon_weight_dimension_numbers": {"qkv": Split((20, 12, 8))}}
+    tx = make(RATE, **options)
+    put = lambda x: {"qkv": jax.device_put(x, sharding)}
+    params = put(normal(16, 40, seed=9))
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    parts = [(0, 20), (20, 32), (32, 40)]
+    right = zip(
+        *(
+            second_moment_updates([g[:, a:b] for g in grads], Dims(), **how)
+            for a, b in parts
+        ),
+        strict=True,
+    )
+    for grad, directions in zip(grads, right, strict=True):
+        updates, state = step(put(grad), state, params)
+        assert relative(updates["qkv"], -RATE * np.concatenate(directions, axis=1)) < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_state_is_sharded_like_the_parameters(kind):
     mesh = make_mesh(kind)
@@ -240,3 +268,19 @@ def test_momentum_as_a_plain_sum(nesterov):
         source = g + 0.95 * total if nesterov else total
         right = -orthogonalized(source, Dims())
         assert relative(updates["w"], right) < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rates_can_be_injected(variant):
+    make, _ = VARIANTS[variant]
+    params, grads = {"w": tree(0)["up"]}, {"w": tree(1)["up"]}
+    tx = optax.inject_hyperparams(lambda learning_rate, b2: make(learning_rate, b2=b2))(
+        learning_rate=0.1, b2=0.9
+    )
+    step = jax.jit(tx.update)
+    first, _ = step(grads, tx.init(params), params)
+    fresh = tx.init(params)
+    fresh.hyperparams["learning_rate"] = jnp.asarray(0.2, jnp.float32)
+    doubled, _ = step(grads, fresh, params)
+    np.testing.assert_allclose(doubled["w"], 2 * first["w"], rtol=1e-5)
+    assert step._cache_size() == 1

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dmuon_jax.layout import Layout, LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
 from dmuon_jax.planning.plan import Bucket, Group, Member, Plan
-from dmuon_jax.planning.problem import METHODS, CostModel, Method, Problem, Task
+from dmuon_jax.planning.problem import (
+    METHODS,
+    CostModel,
+    Method,
+    Problem,
+    Solution,
+    Task,
+)
 from dmuon_jax.planning.report import ITEMSIZE
 from dmuon_jax.planning.solver import solve
 
@@ -76,6 +83,7 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         methods=allowed_methods(settings),
         bandwidths=settings.bandwidths,
         pad_below_us=MIN_BRANCH_US[settings.platform],
+        max_branches=MAX_BRANCHES,
     )
     solution = solve(problem)
     groups = tuple(
@@ -83,7 +91,7 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         for indices, dtype, counts in zip(members, dtypes, solution.counts, strict=True)
     )
     group_layouts = [layouts[indices[0]] for indices in members]
-    buckets = make_buckets(groups, group_layouts, dict(solution.methods), settings)
+    buckets = make_buckets(groups, group_layouts, solution, settings)
     return Plan(
         mesh=mesh,
         owner_axes=settings.owner_axes,
@@ -172,10 +180,11 @@ def task(
 def make_buckets(
     groups: Sequence[Group],
     layouts: Sequence[LeafLayout],
-    methods: dict[tuple[int, int], Method],
+    solution: Solution,
     settings: Settings,
 ) -> tuple[Bucket, ...]:
     """Collects the pieces of all groups by wave, shape, dtype and varying axes."""
+    methods = dict(solution.methods)
     keys: dict[tuple, list[Member]] = {}
     for index, item in enumerate(layouts):
         dtype = item.layout.dtype
@@ -193,8 +202,7 @@ def make_buckets(
             **branches(
                 [groups[m.group] for m in members],
                 [layouts[m.group].layout for m in members],
-                settings.cost.time_us(shape, 1, methods[shape])
-                >= MIN_BRANCH_US[settings.platform],
+                1 if shape in solution.padded else MAX_BRANCHES,
             ),
         )
         for (_, shape, dtype, _), members in sorted(keys.items(), reverse=True)
@@ -202,12 +210,12 @@ def make_buckets(
 
 
 def branches(
-    groups: Sequence[Group], layouts: Sequence[Layout], worth: bool
+    groups: Sequence[Group], layouts: Sequence[Layout], limit: int
 ) -> dict[str, tuple]:
-    """The count patterns that the devices of a bucket compute, at most MAX_BRANCHES.
+    """The count patterns that the devices of a bucket compute, at most ``limit``.
 
-    With more patterns than that, or where a slot is too cheap for a conditional, patterns
-    are merged into their maxima: a device may compute some EMPTY slots.
+    With more patterns than that, patterns are merged into their maxima: a device may
+    compute some EMPTY slots.
     """
     mesh, varying = layouts[0].mesh, layouts[0].varying
     sizes = [range(mesh.size((name,))) for name in varying]
@@ -221,13 +229,13 @@ def branches(
             )
         )
     kept = sorted(set(patterns), reverse=True)
-    limit = MAX_BRANCHES if worth else 1
     cover = {pattern: pattern for pattern in kept}
     while len(kept) > limit:
         kept, cover = merge_closest(kept, cover, patterns)
     return {
         "branches": tuple(kept),
         "branch_of": tuple(kept.index(cover[pattern]) for pattern in patterns),
+        "padded": any(cover[pattern] != pattern for pattern in patterns),
     }
 
 

@@ -8,11 +8,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dmuon_jax.layout import LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, Piece, oriented
 from dmuon_jax.planning import report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Method = Literal["direct", "gram"]
 FORMAT = 1
@@ -61,6 +64,7 @@ class Bucket:
       branches: the distinct numbers of matrices that a device computes of each member;
         a device takes the branch ``branch_of[owner]``. One branch means no conditional.
       branch_of: branch index of each device, row-major over the bucket's varying axes.
+      padded: whether some device computes EMPTY slots.
     """
 
     shape: tuple[int, int]
@@ -69,6 +73,7 @@ class Bucket:
     members: tuple[Member, ...]
     branches: tuple[tuple[int, ...], ...]
     branch_of: tuple[int, ...]
+    padded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +159,16 @@ class Plan:
     def summary(self) -> str:
         """The plan as a readable table."""
         return report.summary(self)
+
+    def plot(self) -> "Figure":
+        """The load of each owner as stacked bars, coloured by shape of matrix.
+
+        Returns:
+          A matplotlib figure, which must be installed.
+        """
+        from dmuon_jax.plan_plot import plan_figure
+
+        return plan_figure(self)
 
 
 def check_plan(plan: Plan) -> None:

@@ -2,6 +2,11 @@
 
 Parcels of one exchange group are interchangeable, and so are owners, so a plan is a
 table of counts: how many parcels of each task every free owner takes.
+
+A matrix has one owner. Where there are far more devices than matrices the longest matrix
+bounds the makespan (`bounds.pigeonhole_bound`). Splitting it over k owners by columns
+would enter here as k parcels of a task of its own, with a cost for (s, l / k) that
+includes the all-reduces of the Gram matrix, and counts of at most one per owner.
 """
 
 import dataclasses

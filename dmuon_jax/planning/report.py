@@ -47,6 +47,12 @@ def group_bytes(plan: "Plan", group: "Group") -> ExchangeBytes:
     """The share of one exchange group."""
     layout = plan.group_layout(group)
     itemsize = ITEMSIZE[group.exchange_dtype]
+    number = plan.groups.index(group)
+    results = {
+        bucket.compute_dtype
+        for bucket in plan.buckets
+        if any(member.group == number for member in bucket.members)
+    }
     useful = sum(group.counts) / layout.num_owners
     totals = {"all_to_all": 0, "all_gather": 0, "scales": 0}
     collectives = 0
@@ -55,7 +61,9 @@ def group_bytes(plan: "Plan", group: "Group") -> ExchangeBytes:
         # On the way out a forced axis of the way in multiplies the slots, and vice versa;
         # those coordinates are part of `owner`, hence of the block factors below.
         block = math.prod(side.block_shape)
-        extra = 1 if group.exchange_dtype == "float16" and side.travels else 0
+        # float16 results of the iteration need no exponents on their way back.
+        plain = way == "out" and results == {"float16"}
+        extra = 1 if group.exchange_dtype == "float16" and side.travels and not plain else 0
         for kind, elements in zip(
             ("all_to_all", "all_gather"), side.elements_per_slot(), strict=True
         ):

@@ -1,0 +1,75 @@
+"""Orbax: save on one mesh, continue on another. A plan is only a schedule, so the
+checkpoint knows nothing of owners and restores on any mesh."""
+
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from toy import batches, init_params, loss, use_virtual_devices
+
+from dmuon_jax import dmuon
+
+
+def place(tree, mesh: Mesh, axes):
+    """Matrices cut by rows over ``axes``."""
+    return jax.tree.map(
+        lambda x: jax.device_put(
+            x, NamedSharding(mesh, PartitionSpec(axes if x.ndim == 2 else None))
+        ),
+        tree,
+    )
+
+
+def start(mesh: Mesh, axes):
+    """A transform, parameters and state on a mesh."""
+    tx = dmuon(0.02)
+    params = place(init_params(), mesh, axes)
+    return tx, params, tx.init(params)
+
+
+def train(tx, params, state, data):
+    """Trains on some batches."""
+
+    @jax.jit
+    def train_step(params, state, x, y):
+        value, grads = jax.value_and_grad(loss)(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for x, y in data:
+        params, state, value = train_step(params, state, x, y)
+        losses.append(float(value))
+    return params, state, losses
+
+
+def main(steps: int = 20) -> list[float]:
+    """Trains half on one mesh and half on another; returns the losses."""
+    devices = np.array(jax.devices())
+    data = list(batches(steps))
+    tx, params, state = start(Mesh(devices, ("fsdp",)), "fsdp")
+    params, state, first = train(tx, params, state, data[: steps // 2])
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "checkpoint"
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, {"params": params, "state": state})
+            checkpointer.wait_until_finished()
+            # Elsewhere, later: half the devices, two axes, rows over both.
+            half = devices[: len(devices) // 2].reshape(2, -1)
+            tx, params, state = start(Mesh(half, ("data", "fsdp")), ("data", "fsdp"))
+            like = jax.tree.map(
+                ocp.utils.to_shape_dtype_struct, {"params": params, "state": state}
+            )
+            found = checkpointer.restore(path, like)
+    _, _, second = train(tx, found["params"], found["state"], data[steps // 2 :])
+    return first + second
+
+
+if __name__ == "__main__":
+    use_virtual_devices()
+    print(main())
