@@ -43,8 +43,9 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
         if here:
             return jax.device_put(x, sharding)
         value = np.asarray(x)
+        # A copy for each device: on CPU devices would else share one buffer.
         return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: value[index]
+            x.shape, sharding, lambda index: value[index].copy()
         )
 
     return jax.tree.map(place, state)
