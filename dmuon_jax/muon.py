@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
@@ -132,8 +133,21 @@ def dmuon(
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
     check_number("adam_b1", adam_b1, low=0.0, below=1.0)
     check_number("adam_b2", adam_b2, low=0.0, below=1.0)
+    check_number("adam_eps_root", adam_eps_root, low=0.0)
+    if consistent_rms is not None:
+        check_number("consistent_rms", consistent_rms, low=0.0)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
+    check_rates(
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_learning_rate,
+        weight_decay=weight_decay,
+        adam_weight_decay=adam_weight_decay,
+    )
+    if not isinstance(matrix_transform, optax.GradientTransformation | None):
+        raise TypeError(
+            f"matrix_transform must be a GradientTransformation, got {matrix_transform!r}"
+        )
     router = Router(muon_weight_dimension_numbers)
     decay = optax.add_decayed_weights
     if cautious_weight_decay:
@@ -181,6 +195,13 @@ def dmuon(
         optax.partition({"muon": matrices, "adam": on_sums(others)}, router.labels),
         param_shardings,
     )
+
+
+def check_rates(**rates: Any) -> None:
+    """Raises for what is neither a number nor a schedule."""
+    for name, value in rates.items():
+        if not callable(value):
+            check_number(name, value, low=-np.inf)
 
 
 def on_sums(tx: optax.GradientTransformation) -> optax.GradientTransformation:

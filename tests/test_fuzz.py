@@ -1,0 +1,172 @@
+"""Random input: every outcome is a right update or a clear error. See ``tests.fuzz``."""
+
+import inspect
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from dmuon_jax import Plan, Split, dmuon, plan_owners
+from tests import fuzz
+
+CLEAR = (ValueError, TypeError, NotImplementedError)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parcels_return_bit_for_bit(seed):
+    tree = fuzz.random_tree(seed)
+    assert fuzz.round_trip(tree, "float16" if seed % 2 else None) == []
+
+
+def test_the_random_trees_hold_every_kind():
+    trees = [fuzz.random_tree(seed) for seed in range(10)]
+    cases = [case for tree in trees for case in tree.cases]
+    assert len(cases) == 250
+    assert {tree.devices.axis_types[0] for tree in trees} >= {
+        AxisType.Auto,
+        AxisType.Explicit,
+    }
+    assert len({tree.mesh for tree in trees}) >= 5
+    assert sum(isinstance(case.rule, Split) for case in cases) > 30
+    assert sum(case.spec_in != case.spec_out for case in cases) > 50
+    assert {len(case.shape) for case in cases} == {2, 3, 4}
+
+
+@pytest.mark.parametrize(("seed", "method"), [(100, "direct"), (101, "gram")])
+def test_updates_equal_numpy(seed, method):
+    assert fuzz.update(fuzz.random_tree(seed), method) == []
+
+
+def spoiled(rng, case, mesh):
+    """A case that cannot be updated, as (shape, rule, spec, dtype)."""
+    shape, spec, dtype = case.shape, P(), np.float32
+    dims = case.rule if isinstance(case.rule, Dims) else case.rule.dimension_numbers
+    rule, ndim = dims, len(shape)
+    match rng.randrange(8):
+        case 0:
+            rule = Dims(dims.reduction_axis, (ndim + rng.randint(0, 3),))
+        case 1:
+            rule = Dims(dims.reduction_axis, dims.reduction_axis)
+        case 2:
+            rule = Dims((), dims.output_axis)
+        case 3:
+            spec = P(*(None,) * ndim, mesh.axis_names[0])
+        case 4:
+            shape = tuple(n * 5 + 1 for n in shape)
+            size = int(np.prod(mesh.devices.shape))
+            shape = tuple(n + 1 if n % size == 0 else n for n in shape)
+            spec = P(*(None,) * (ndim - 1), mesh.axis_names)
+        case 5:
+            dtype = rng.choice([np.int32, np.bool_, np.uint8])
+        case 6:
+            parts = (10**6, 1) if rng.random() < 0.5 else 10**6 + 1
+            rule = Split(parts, dims)
+        case 7:
+            shape, rule = (shape[0],), Dims()
+    return shape, rule, spec, dtype
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bad_leaves_are_refused_by_name(seed):
+    rng = random.Random(seed)
+    tree = fuzz.random_tree(seed)
+    for _ in range(40):
+        case = fuzz.random_case(rng, tree.mesh)
+        shape, rule, spec, dtype = spoiled(rng, case, tree.devices)
+        params = {"good": jax.ShapeDtypeStruct((8, 24), np.float32)}
+        params["bad"] = jax.ShapeDtypeStruct(shape, dtype)
+        rules = {"good": Dims(), "bad": rule}
+        shardings = {
+            "good": NamedSharding(tree.devices, P()),
+            "bad": NamedSharding(tree.devices, spec),
+        }
+        with pytest.raises(CLEAR, match=r"at \['bad'\]"):
+            plan_owners(
+                params, param_shardings=shardings, muon_weight_dimension_numbers=rules
+            )
+
+
+JUNK = (
+    None, True, -1, 0, 1, 3, 40, 0.5, -0.5, math.nan, math.inf, "", "direct", "float16",
+    "x", b"x", (), (1,), (1, 2, 3), ("x",), ((1.0, 2.0),), {}, {"w": None}, {1}, object(),
+    np.float32(0.25), np.ones(3), np.ones((2, 3)), np.array("x"), jnp.ones(()), jnp.int32(2),
+    P("x"), Dims(), np.float16, jnp.bfloat16, complex(1, 2), lambda *_: None, range(3),
+)  # fmt: skip
+
+
+def outcome(name, value, params, gradient):
+    """Builds, inits and traces an update; returns the update's types or the error."""
+    try:
+        arguments = {"learning_rate": 0.1, name: value}
+        tx = dmuon(**arguments)
+        state = tx.init(params)
+        return jax.eval_shape(tx.update, gradient, state, params)[0]
+    except CLEAR as error:
+        return error
+
+
+@pytest.mark.parametrize("name", inspect.signature(dmuon).parameters)
+def test_any_argument_of_any_kind(name):
+    params = {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}
+    for value in JUNK:
+        found = outcome(name, value, params, params)
+        if isinstance(found, CLEAR):
+            assert len(str(found)) > 10, (value, found)
+            continue
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), params
+        ), value
+
+
+def mutations(text, rng):
+    """A plan's text damaged in one place."""
+    at = rng.randrange(len(text))
+    yield text[:at]
+    yield text[:at] + rng.choice('0123456789"[]{},:-') + text[at + 1 :]
+    yield text[:at] + text[at + rng.randint(1, 5) :]
+    end = rng.randrange(at, min(len(text), at + 30))
+    yield text[:at] + text[at:end] * 2 + text[end:]
+
+
+def test_damaged_plans_are_refused_or_harmless():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    params = {
+        "w": jax.ShapeDtypeStruct((16, 8), np.float32, sharding=NamedSharding(mesh, P("b"))),
+        "v": jax.ShapeDtypeStruct((6, 9), np.float32, sharding=NamedSharding(mesh, P())),
+    }
+    plan = plan_owners(params)
+    text, rng = plan.to_json(), random.Random(0)
+    refused = 0
+    for _ in range(150):
+        for damaged in mutations(text, rng):
+            try:
+                found = Plan.from_json(damaged)
+                # What is left is a plan: of this tree, or refused for it.
+                jax.eval_shape(dmuon(0.1, plan=found).init, params)
+            except CLEAR:
+                refused += 1
+    assert refused > 300
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "JSON"),
+        ("null", "format 1, got 'NoneType'"),
+        ("[]", "format 1, got 'list'"),
+        ("{}", "format 1, got None"),
+        ('{"format": 2}', "format 1, got 2"),
+        ('{"format": 1}', "fields of Plan"),
+        ('{"format": 1, "mesh": 3}', "fields of Plan"),
+        ("__import__('os').abort()", "JSON"),
+    ],
+)
+def test_foreign_and_future_plans_are_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        Plan.from_json(text)
