@@ -259,7 +259,7 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
             return jax.device_put(x, sharding)
         value = np.asarray(x)
         return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: value[index]
+            x.shape, sharding, lambda index: np.array(value[index])
         )
 
     return jax.tree.map(place, state)
