@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dmuon_jax.agreement import check_agreement, must_agree
 from dmuon_jax.leaves import make_leaves, make_settings, name_some, see_one
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.plan_checks import check_agrees, check_fits
@@ -41,6 +42,7 @@ class PlanFinder:
         self.memory: dict[tuple, Plan] = {}
         self.plans: dict[tuple, Plan] = {}
         self.meshes: dict[Any, AnyMesh] = {}
+        self.agreed: set[Plan] = set()
 
     def find(
         self, arrays: Mapping[str, Any], dims: Mapping[str, DimensionNumbers]
@@ -52,7 +54,8 @@ class PlanFinder:
           dims: dimension numbers by path.
 
         Raises:
-          ValueError: unknown shardings, or a plan made for something else.
+          ValueError: unknown shardings, a plan made for something else, or other plans in
+            other processes (only where arrays are concrete and lie on all of them).
         """
         seen = {path: see_one(x, path, self.given) for path, x in arrays.items()}
         mesh = find_mesh(seen)
@@ -84,7 +87,12 @@ class PlanFinder:
         key = (tuple(leaves), mesh_shape(mesh), settings)
         if key not in self.plans:
             self.plans[key] = make_plan(leaves, mesh_shape(mesh), settings)
-        return self.plans[key]
+        plan = self.plans[key]
+        if plan not in self.agreed and must_agree(arrays.values(), mesh):
+            facts = {"parameters": repr(leaves), "costs or options": repr(settings)}
+            check_agreement({**facts, "owners": plan.to_json()})
+            self.agreed.add(plan)
+        return plan
 
     def given_plan(
         self,
@@ -101,6 +109,9 @@ class PlanFinder:
         mesh = self.meshes.get(plan.mesh) if mesh is None else mesh
         check_fits(plan, arrays, dims, seen, mesh)
         check_agrees(plan, self.options)
+        if plan not in self.agreed and must_agree(arrays.values(), mesh):
+            check_agreement({"owners": plan.to_json()})
+            self.agreed.add(plan)
         if mesh is not None:
             self.meshes[plan.mesh] = mesh
         return Found(plan, mesh)

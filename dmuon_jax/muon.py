@@ -8,11 +8,12 @@ import optax
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.decay import add_cautious_decayed_weights
 from dmuon_jax.paths import by_path
+from dmuon_jax.place_state import place_state
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
-from dmuon_jax.shardings import find_mesh, given_shardings, place_state, see
+from dmuon_jax.shardings import find_mesh, finish_sum, given_shardings, see
 from dmuon_jax.transform import check_number, scale_by_dmuon
 
 
@@ -177,9 +178,19 @@ def dmuon(
         nesterov=nesterov,
     )
     return on_mesh(
-        optax.partition({"muon": matrices, "adam": others}, router.labels),
+        optax.partition({"muon": matrices, "adam": on_sums(others)}, router.labels),
         param_shardings,
     )
+
+
+def on_sums(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``tx`` on gradients whose sums over devices are finished."""
+
+    def update_fn(updates, state, params=None):
+        like = updates if params is None else params
+        return tx.update(jax.tree.map(finish_sum, updates, like), state, params)
+
+    return optax.GradientTransformation(tx.init, update_fn)
 
 
 def on_mesh(

@@ -90,10 +90,7 @@ def spec_of(spec: PartitionSpec, ndim: int, path: str) -> Spec:
     for entry in spec:
         if entry is PartitionSpec.UNCONSTRAINED:
             raise ValueError(f"a spec must name its axes, got {spec} at {path}")
-        if entry is None:
-            entries.append(())
-        else:
-            entries.append((entry,) if isinstance(entry, str) else tuple(entry))
+        entries.append(entry_axes(entry))
     if len(entries) > ndim:
         raise ValueError(
             f"a spec must have at most {ndim} entries, got {spec} at {path}"
@@ -216,70 +213,29 @@ def constrain(x: jax.Array, mesh: AnyMesh | None, spec: PartitionSpec) -> jax.Ar
     return x
 
 
+def finish_sum(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``x``, sharded as ``like`` if its type says that it is still to be summed."""
+    if not jax.typeof(x).sharding.spec.unreduced:
+        return x
+    sharding = jax.typeof(like).sharding
+    axes = {axis for entry in sharding.spec for axis in entry_axes(entry)}
+    return jax.sharding.reshard(
+        x, NamedSharding(sharding.mesh, restrict(sharding.spec, axes))
+    )
+
+
 def restrict(spec: PartitionSpec, names: set[str]) -> PartitionSpec:
     """``spec`` with only the axes in ``names``."""
-    kept = []
-    for entry in spec:
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        axes = tuple(axis for axis in axes if axis in names)
-        kept.append(None if not axes else axes[0] if len(axes) == 1 else axes)
-    return PartitionSpec(*kept)
-
-
-def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
-    """Puts every array of ``state`` that is not on ``mesh`` there, replicated.
-
-    A counter left on one device makes the second call of a jitted step compile again. So
-    does a spec that is spelled otherwise than jit spells its results: on Explicit axes
-    with an entry for each dimension; on Auto axes without trailing None, except where it
-    equals that of jit's first argument, whose spelling is kept. Specs of the state are
-    respelled accordingly; those of the parameters are the caller's.
-
-    Works in several processes without communication; each must hold the same values.
-
-    Args:
-      state: an optimizer state (any tree).
-      mesh: the mesh of the parameters.
-      params: the parameters, if they are the first argument of the step.
-
-    Returns:
-      The same tree; no array that lies on the mesh already is moved.
-    """
-    kept = kept_specs(params)
-
-    def place(x):
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-            return x
-        here = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
-        key = spec_of(x.sharding.spec, x.ndim, "state") if here else ((),) * x.ndim
-        spec = spell(key, mesh, kept)
-        kind = x.sharding.memory_kind if here else None
-        sharding = NamedSharding(mesh, spec, memory_kind=kind)
-        if here:
-            return jax.device_put(x, sharding)
-        value = np.asarray(x)
-        return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: np.array(value[index])
+    return partition_spec(
+        tuple(
+            tuple(axis for axis in entry_axes(entry) if axis in names) for entry in spec
         )
-
-    return jax.tree.map(place, state)
-
-
-def kept_specs(params: Any) -> dict[Spec, PartitionSpec]:
-    """The spec of the first of ``params``, as its owner spells it."""
-    kept = {}
-    for x in jax.tree.leaves(params)[:1]:
-        kind = jax.Array | jax.ShapeDtypeStruct
-        if isinstance(x, kind) and isinstance(x.sharding, NamedSharding):
-            kept[spec_of(x.sharding.spec, x.ndim, "params")] = x.sharding.spec
-    return kept
+    )
 
 
-def spell(spec: Spec, mesh: AnyMesh, kept: Mapping[Spec, PartitionSpec]) -> PartitionSpec:
-    """``spec`` as jit spells that of a result, see ``place_state``."""
-    if AxisType.Explicit in mesh.axis_types:
-        return partition_spec(spec)
-    return kept.get(spec, partition_spec(spec, trim=True))
+def entry_axes(entry: None | str | Axes) -> Axes:
+    """The mesh axes that one entry of a ``PartitionSpec`` names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def partition_spec(spec: Spec, trim: bool = False) -> PartitionSpec:

@@ -10,15 +10,14 @@ from optax.contrib import MuonState
 
 from dmuon_jax.matrices import Leaf, Spec
 from dmuon_jax.memory import on_host
+from dmuon_jax.place_state import kept_specs, spell
 from dmuon_jax.planning.plan import Plan
-from dmuon_jax.shardings import find_mesh, kept_specs, mesh_shape, see, spell
+from dmuon_jax.shardings import find_mesh, mesh_shape, see
 
 KeyPath = tuple[Any, ...]
 
 
-def state_shardings(
-    tx: optax.GradientTransformation, params: Any, plan: Plan
-) -> Any:
+def state_shardings(tx: optax.GradientTransformation, params: Any, plan: Plan) -> Any:
     """The shardings of the state that ``tx.init(params)`` gives.
 
     The momentum of Muon has the plan's; an array that sits where a parameter does, and has

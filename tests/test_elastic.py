@@ -20,7 +20,13 @@ SHAPES = {
 }
 STACK = optax.contrib.MuonDimensionNumbers(1, 2)
 MATRIX = optax.contrib.MuonDimensionNumbers(0, 1)
-DIMS = {"rows": MATRIX, "columns": MATRIX, "stack": STACK, "whole": MATRIX, "bias": None}
+DIMS = {
+    "rows": MATRIX,
+    "columns": MATRIX,
+    "stack": STACK,
+    "whole": MATRIX,
+    "bias": None,
+}
 OPTIONS = dict(
     weight_decay=0.1,
     ns_steps=2,

@@ -159,9 +159,11 @@ def test_momentum_in_host_memory_stays_there(kind, wrapper):
 def move(state, sharding):
     """``state`` with the momentum of "cut" moved by its user."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: jax.device_put(x, sharding)
-        if jax.tree_util.keystr(path).endswith(".mu['cut']")
-        else x,
+        lambda path, x: (
+            jax.device_put(x, sharding)
+            if jax.tree_util.keystr(path).endswith(".mu['cut']")
+            else x
+        ),
         state,
     )
 

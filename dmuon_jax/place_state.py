@@ -1,0 +1,69 @@
+"""``place_state``: a state on the mesh of its parameters, spelled as jit spells results."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from dmuon_jax.matrices import Spec
+from dmuon_jax.shardings import AnyMesh, partition_spec, spec_of
+
+
+def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
+    """Puts every array of ``state`` that is not on ``mesh`` there, replicated.
+
+    A counter left on one device makes the second call of a jitted step compile again. So
+    does a spec that is spelled otherwise than jit spells its results: on Explicit axes
+    with an entry for each dimension; on Auto axes without trailing None, except where it
+    equals that of jit's first argument, whose spelling is kept. Specs of the state are
+    respelled accordingly; those of the parameters are the caller's.
+
+    Works in several processes without communication; each must hold the same values.
+
+    Args:
+      state: an optimizer state (any tree).
+      mesh: the mesh of the parameters.
+      params: the parameters, if they are the first argument of the step.
+
+    Returns:
+      The same tree; no array that lies on the mesh already is moved.
+    """
+    kept = kept_specs(params)
+
+    def place(x):
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return x
+        here = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
+        key = spec_of(x.sharding.spec, x.ndim, "state") if here else ((),) * x.ndim
+        spec = spell(key, mesh, kept)
+        kind = x.sharding.memory_kind if here else None
+        sharding = NamedSharding(mesh, spec, memory_kind=kind)
+        if here:
+            return jax.device_put(x, sharding)
+        value = np.asarray(x)
+        return jax.make_array_from_callback(
+            x.shape, sharding, lambda index: np.array(value[index])
+        )
+
+    return jax.tree.map(place, state)
+
+
+def kept_specs(params: Any) -> dict[Spec, PartitionSpec]:
+    """The spec of the first of ``params``, as its owner spells it."""
+    kept = {}
+    for x in jax.tree.leaves(params)[:1]:
+        kind = jax.Array | jax.ShapeDtypeStruct
+        if isinstance(x, kind) and isinstance(x.sharding, NamedSharding):
+            kept[spec_of(x.sharding.spec, x.ndim, "params")] = x.sharding.spec
+    return kept
+
+
+def spell(
+    spec: Spec, mesh: AnyMesh, kept: Mapping[Spec, PartitionSpec]
+) -> PartitionSpec:
+    """``spec`` as jit spells that of a result, see ``place_state``."""
+    if AxisType.Explicit in mesh.axis_types:
+        return partition_spec(spec)
+    return kept.get(spec, partition_spec(spec, trim=True))

@@ -1,0 +1,174 @@
+"""What a process started by ``tests.processes`` does: ``python -m tests.worker``."""
+
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import warnings
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import dmuon_jax.leaves
+from dmuon_jax import dmuon, plan_owners, state_shardings
+from dmuon_jax.planning.devices import device_of_kind
+
+SHAPES = {"rows": (16, 12), "columns": (10, 16), "whole": (14, 10), "bias": (16,)}
+SPECS = {"rows": P("x"), "columns": P(None, "x"), "whole": P(), "bias": P("x")}
+
+
+def values(seed):
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+
+
+def spread(tree, shardings):
+    """Host values as arrays of all processes."""
+
+    def one(x, sharding):
+        return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+    return jax.tree.map(one, tree, shardings)
+
+
+def make_step(tx):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+class Run:
+    """Training on all devices of all processes, with a checkpoint after each step."""
+
+    def __init__(self, store: pathlib.Path):
+        mesh = Mesh(np.array(jax.devices()), ("x",))
+        self.shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
+        self.tx = dmuon(0.05, weight_decay=0.1, ns_steps=2)
+        self.params = spread(values(0), self.shardings)
+        self.state = self.tx.init(self.params)
+        self.plan = plan_owners(self.params)
+        self.step = make_step(self.tx)
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+        self.manager = ocp.CheckpointManager(store, options=options)
+        self.done = 0
+
+    def resume(self) -> None:
+        """Continues the newest checkpoint, if there is one."""
+        self.done = self.manager.latest_step() or 0
+        if self.done:
+            tx = dmuon(0.05, param_shardings=self.shardings)
+            where = state_shardings(tx, self.params, self.plan)
+            like = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                (self.params, self.state),
+                (self.shardings, where),
+            )
+            arguments = ocp.args.StandardRestore(like)
+            self.params, self.state = self.manager.restore(self.done, args=arguments)
+
+    def advance(self) -> None:
+        self.done += 1
+        grads = spread(values(self.done), self.shardings)
+        self.params, self.state = self.step(self.params, self.state, grads)
+
+    def save(self) -> None:
+        tree = (self.params, self.state)
+        self.manager.save(self.done, args=ocp.args.StandardSave(tree))
+
+    def lowered(self) -> str:
+        grads = spread(values(0), self.shardings)
+        return self.step.lower(self.params, self.state, grads).as_text()
+
+
+def train(setup) -> dict:
+    """Trains from the newest checkpoint to step ``stop``; may die on the way."""
+    run = Run(pathlib.Path(setup["store"]))
+    run.resume()
+    start = run.done
+    while run.done < setup["stop"]:
+        if (
+            run.done == setup.get("die_in_step")
+            and setup["index"] == setup["count"] - 1
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.advance()
+        if run.done == setup.get("die_in_save"):
+            die_when_saving(pathlib.Path(setup["store"]))
+        run.save()
+    if setup["index"] == 0:
+        np.savez(setup["result"], **gathered(run))
+    else:
+        gathered(run)
+    text = hashlib.sha256(run.lowered().encode()).hexdigest()
+    return {"start": start, "plan": run.plan.digest(), "lowered": text}
+
+
+def gathered(run: Run) -> dict:
+    """Every array of parameters and state, whole, by path."""
+    items = jax.tree_util.tree_leaves_with_path((run.params, run.state))
+    replicated = NamedSharding(run.shardings["bias"].mesh, P())
+    whole = jax.jit(lambda x: x, out_shardings=replicated)
+    return {
+        jax.tree_util.keystr(path): np.asarray(whole(x).addressable_data(0))
+        for path, x in items
+    }
+
+
+def die_when_saving(store: pathlib.Path) -> None:
+    """Kills this process as soon as an unfinished checkpoint lies in ``store``."""
+
+    def watch():
+        while not any("tmp" in name for name in os.listdir(store)):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def disagree(setup) -> dict:
+    """Inits where the last process prices devices otherwise, or was given other options."""
+    odd = setup["index"] == setup["count"] - 1
+    options = setup["odd_options"] if odd else {}
+    if odd and not options:
+
+        def slower(platform, kind):
+            device = device_of_kind(platform, kind)
+            return type(device)(**{**vars(device), "name": "a slower one"})
+
+        dmuon_jax.leaves.device_of_kind = slower
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
+    params = spread(values(0), shardings)
+    dmuon(0.05, **options).init(params)
+    return {}
+
+
+def main(task: str, setup: dict) -> None:
+    warnings.simplefilter("error", DeprecationWarning)
+    if setup["count"] > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            setup["address"],
+            setup["count"],
+            setup["index"],
+            initialization_timeout=60,
+            heartbeat_timeout_seconds=10,
+        )
+    result = {"train": train, "disagree": disagree}[task](setup)
+    print(json.dumps(result), flush=True)
+    if setup["count"] > 1:
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
