@@ -22,7 +22,11 @@ PAGES: tuple[tuple[str, ModuleType, tuple[str, ...]], ...] = (
     ("dmuon_jax.planning", planning, documented(planning)),
     ("dmuon_jax.planning.cost", cost, ("RooflineCost", "TableCost", "Timing")),
     ("dmuon_jax.planning.devices", devices, ("Device", "device_named")),
-    ("dmuon_jax.planning.clusters", clusters, ("Placement", "model_leaves", "cluster_settings")),
+    (
+        "dmuon_jax.planning.clusters",
+        clusters,
+        ("Placement", "model_leaves", "cluster_settings"),
+    ),
     ("dmuon_jax.planning.estimate", estimate, ("Estimate", "estimate")),
     ("dmuon_jax.planning.workloads", workloads, ("Workload", "Matrices", "load_workload")),
     ("dmuon_jax.proof", proof, documented(proof)),
