@@ -43,9 +43,12 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
         if here:
             return jax.device_put(x, sharding)
         value = np.asarray(x)
-        return jax.make_array_from_callback(
-            x.shape, sharding, lambda index: np.array(value[index])
-        )
+        # A copy for each device: those of a CPU would else share one buffer.
+        copies = [
+            jax.device_put(value.copy(), device)
+            for device in sharding.addressable_devices
+        ]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, copies)
 
     return jax.tree.map(place, state)
 

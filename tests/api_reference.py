@@ -11,6 +11,7 @@ from dmuon_jax import kernels, planning, proof
 from dmuon_jax.kernels import tune
 from dmuon_jax.planning import clusters, cost, devices, estimate, workloads
 
+
 def documented(module: ModuleType) -> tuple[str, ...]:
     """The names of ``__all__`` that are more than names of types."""
     return tuple(n for n in module.__all__ if not typing.get_origin(vars(module)[n]))

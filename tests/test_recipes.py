@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from dmuon_jax import plan_owners
 
