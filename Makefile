@@ -28,7 +28,7 @@ demo: $(VENV)/has-demo
 	$(in_venv) -m dmuon_jax.demo $(ARGS)
 
 test: $(VENV)/has-test
-	$(in_venv) -m pytest -m "not slow and not cuda_compile" $(ARGS)
+	$(in_venv) -m pytest -m "not slow and not cuda_compile" -n 2 --dist loadfile $(ARGS)
 
 bench: $(VENV)/has-demo
 	$(in_venv) bench/bench_update.py $(ARGS)

@@ -1,6 +1,7 @@
-"""A plan as a picture: one bar per owner, its work stacked and coloured by shape."""
+"""A plan as a picture: one bar per owner, its work stacked and coloured by shape.
 
-from __future__ import annotations
+Reads plans, never builds them.
+"""
 
 import typing
 from collections import defaultdict
@@ -16,7 +17,7 @@ if typing.TYPE_CHECKING:
     from dmuon_jax.planning.plan import Bucket, Plan
 
 
-def owner_flops(plan: Plan, bucket: Bucket) -> np.ndarray:
+def owner_flops(plan: "Plan", bucket: "Bucket") -> np.ndarray:
     """FLOPs that each device spends on ``bucket``, row-major over the mesh."""
     varying = plan.group_layout(plan.groups[bucket.members[0].group]).varying
     each = iteration_flops(bucket.shape, bucket.method)
@@ -27,7 +28,7 @@ def owner_flops(plan: Plan, bucket: Bucket) -> np.ndarray:
     return flops
 
 
-def owner_stacks(plan: Plan) -> dict[tuple[int, int], np.ndarray]:
+def owner_stacks(plan: "Plan") -> dict[tuple[int, int], np.ndarray]:
     """Milliseconds of each device by shape of matrix, largest shape first.
 
     A device's load is the plan's; it is divided among shapes by FLOPs, since a plan does
@@ -44,7 +45,7 @@ def owner_stacks(plan: Plan) -> dict[tuple[int, int], np.ndarray]:
     return {shape: loads * work[shape] / total for shape in shapes}
 
 
-def plan_figure(plan: Plan) -> Figure:
+def plan_figure(plan: "Plan") -> Figure:
     """Draws the load of each owner, coloured by shape, under a line at the mean.
 
     Args:

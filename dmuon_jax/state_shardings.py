@@ -25,10 +25,15 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, plan: Plan) -
     replicated. Nothing is allocated, so parameters may be abstract.
 
     Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from dmuon_jax import dmuon, plan_owners, state_shardings
+      >>> mesh = jax.sharding.Mesh(jax.devices(), ("fsdp",))
+      >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+      >>> params = {"kernel": jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=rows)}
       >>> plan = plan_owners(params)
       >>> tx = optax.chain(optax.clip_by_global_norm(1.0), dmuon(3e-3, plan=plan))
       >>> shardings = state_shardings(tx, params, plan)
-      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+      >>> state = jax.jit(tx.init, out_shardings=shardings).lower(params)
 
     As ``out_shardings`` of a step they keep the state as it is: on Auto axes the partitioner
     may else choose others for buffers of the transforms around ``dmuon``.

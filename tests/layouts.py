@@ -37,7 +37,7 @@ class Layout:
     dims: Dims
     spec: P
     momentum: P | None = None
-    count: int = 3
+    count: int = 2
 
 
 X8 = (("x", 8),)

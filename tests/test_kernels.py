@@ -310,4 +310,4 @@ def test_importing_touches_no_backend():
         "import jax, dmuon_jax.kernels as k, dmuon_jax.kernels.pallas_triton;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

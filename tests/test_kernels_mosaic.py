@@ -27,7 +27,7 @@ def run(kind, name):
         env={"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     lines = done.stdout.splitlines()
     result = json.loads(lines[-1]) if done.returncode == 0 else None

@@ -79,7 +79,10 @@ def make_mesh(kind):
 
 def second_moment(state):
     """The one ``SecondMomentState`` in an optimizer state."""
-    is_state = lambda x: isinstance(x, SecondMomentState)
+
+    def is_state(x):
+        return isinstance(x, SecondMomentState)
+
     found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
     assert len(found) == 1
     return found[0].nu
@@ -141,7 +144,10 @@ def test_parts_of_a_split_leaf_are_matrices_of_their_own(variant, kind, spec):
         grad[:, 20:32] *= 10
     options = OPTIONS | {"muon_weight_dimension_numbers": {"qkv": Split((20, 12, 8))}}
     tx = make(RATE, **options)
-    put = lambda x: {"qkv": jax.device_put(x, sharding)}
+
+    def put(x):
+        return {"qkv": jax.device_put(x, sharding)}
+
     params = put(normal(16, 40, seed=9))
     state = tx.init(params)
     step = jax.jit(tx.update)

@@ -21,8 +21,9 @@ from dmuon_jax.planning.build import COMPUTE_DTYPE
 from dmuon_jax.planning.cost import RooflineCost
 from dmuon_jax.planning.devices import DEVICES, device_of_kind
 
-NEEDED = ("jax", "jaxlib", "optax", "flax", "numpy", "highspy")
+NEEDED = ("jax", "jaxlib", "optax", "numpy", "highspy")
 OPTIONAL = {
+    "flax": "the demo: pip install 'dmuon_jax[demo]'",
     "matplotlib": "pictures: pip install matplotlib",
     "orbax-checkpoint": "the demo's checkpoints: pip install 'dmuon_jax[demo]'",
 }

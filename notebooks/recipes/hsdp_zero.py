@@ -1,9 +1,9 @@
 """HSDP with ZeRO-sharded master weights.
 
-Plain HSDP keeps fp32 weights on every replica, so the update must be gathered over the
-slow links between replicas. Here master weights (and momentum) are cut over the replicas
-too; what is gathered over them is the bf16 copy that the forward pass needs anyway, and
-the update itself brings nothing back over the replicas.
+Plain HSDP keeps fp32 weights on every replica, so the owners' results must be gathered
+over the slow links between replicas. Here master weights (and momentum) are cut over the
+replicas too; what is gathered over them is the bf16 copy that the forward pass needs, and
+the update only moves each block to its owner and back.
 """
 
 import jax
@@ -23,14 +23,19 @@ def specs(tree, axes):
     return jax.tree.map(lambda x: PartitionSpec(axes if x.ndim == 2 else None), tree)
 
 
-def main(steps: int = 20) -> list[float]:
-    """Trains; returns the losses."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "fsdp"))
-    masters = jax.tree.map(
+def master_weights(mesh: Mesh):
+    """fp32 weights, cut over replicas too."""
+    return jax.tree.map(
         lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
         init_params(),
         specs(init_params(), SHARDED),
     )
+
+
+def main(steps: int = 20) -> list[float]:
+    """Trains; returns the losses."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "fsdp"))
+    masters = master_weights(mesh)
     plan = plan_owners(masters)
     print(plan.summary())
     tx = dmuon(0.02, plan=plan)

@@ -8,6 +8,8 @@ from toy import batches, init_params, loss, use_virtual_devices
 
 from dmuon_jax import dmuon, place_state
 
+RATES = ("learning_rate", "adam_learning_rate")
+
 
 def main(steps: int = 20) -> list[float]:
     """Trains; returns the losses."""
@@ -45,8 +47,6 @@ def main(steps: int = 20) -> list[float]:
     print("learning rates at the end:", dict(zip(RATES, rates, strict=True)))
     return losses
 
-
-RATES = ("learning_rate", "adam_learning_rate")
 
 if __name__ == "__main__":
     use_virtual_devices()
