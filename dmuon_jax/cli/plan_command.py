@@ -46,7 +46,10 @@ def add_parser(commands) -> None:
     add_layout(parser)
     add_json(parser)
     parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="FILE", help="draw owners (needs matplotlib)"
+        "--plot",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="draw owners (needs matplotlib)",
     )
     parser.add_argument(
         "--save", type=pathlib.Path, metavar="FILE", help="write the plan for plan="
@@ -193,5 +196,7 @@ def draw(plan: Plan, path: pathlib.Path) -> None:
     try:
         from dmuon_jax.plan_plot import plan_figure
     except ModuleNotFoundError as error:
-        raise UsageError(f"--plot needs {error.name}: pip install matplotlib") from error
+        raise UsageError(
+            f"--plot needs {error.name}: pip install matplotlib"
+        ) from error
     plan_figure(plan).savefig(path, dpi=150)
