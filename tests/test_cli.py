@@ -66,6 +66,7 @@ def test_plan_prints_load_bytes_memory_and_time(capsys):
     # 6979321856 elements on 8 shards: momentum of 4 bytes, AdamW's moments of 8.
     assert "state MiB                    6656    3328" in out
     assert "owner_axes=('fsdp',)" in out
+    assert "--fsdp-axis data,fsdp shards them there too" in out
 
 
 def test_plan_as_json_file_and_picture(capsys, tmp_path, shapes):
@@ -82,6 +83,13 @@ def test_plan_as_json_file_and_picture(capsys, tmp_path, shapes):
         record["estimate"]["muon_state_bytes"] == 4 * (6 * 64 * 128 + 16 * 32 * 64) / 4
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_counts_idle_owners_and_tips_only_where_they_help(capsys, shapes):
+    _, out, _ = run(capsys, "plan", "--shapes", shapes, "--mesh", "fsdp=32")
+    assert "fewer matrices than owners: 10 or more own none" in out
+    _, out, _ = run(capsys, "plan", "--shapes", shapes, "--mesh", "fsdp=4")
+    assert "replicated" not in out and "own none" not in out
 
 
 def test_experts_stay_on_their_axis(capsys, shapes):

@@ -129,6 +129,8 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     terminal.print(table(cost_rows(costs)))
     for axes, other in others.items():
         terminal.print(advice(axes, costs, estimate(other, device)))
+    for tip in tips(plan):
+        terminal.print(tip)
     for path in (arguments.save, arguments.plot):
         if path is not None:
             terminal.note(f"wrote {path}")
@@ -166,6 +168,24 @@ def advice(axes: tuple[str, ...], costs: Estimate, other: Estimate) -> str:
         f"hidden, {other.exposed_us / 1e3:.2f} ms without"
         + ("; shorter if nothing hides it" if better else "")
     )
+
+
+def tips(plan: Plan) -> list[str]:
+    """What would help, as sentences."""
+    moved = plan.exchange_bytes
+    used = {axis for leaf in plan.leaves for axes in leaf.spec_out for axis in axes}
+    whole = [n for n in plan.mesh.names if n not in used and plan.mesh.size((n,)) > 1]
+    found = []
+    if whole and moved.all_gather > moved.all_to_all:
+        found.append(
+            f"Parameters are replicated over {', '.join(whole)}, so that owners' results "
+            f"are gathered there, {moved.all_gather / MIB:.0f} MiB; --fsdp-axis "
+            f"{','.join((*whole, *sorted(used)))} shards them there too."
+        )
+    idle = plan.mesh.size(plan.owner_axes) - plan.num_matrices
+    if idle > 0:
+        found.append(f"There are fewer matrices than owners: {idle} or more own none.")
+    return found
 
 
 def record(plan: Plan, costs: Estimate) -> dict:
