@@ -25,6 +25,7 @@ STEP = str(DATA / "step_gpu.hlo.txt")
 TINY = {
     "matrices": [
         {"name": "up", "shape": [64, 128], "count": 6},
+        {"name": "down", "shape": [128, 64], "count": 6},
         {"name": "experts", "shape": [32, 64], "count": 16, "stack": [8]},
     ]
 }
@@ -76,18 +77,18 @@ def test_plan_as_json_file_and_picture(capsys, tmp_path, shapes):
     assert code == 0
     record = json.loads(out)
     plan = Plan.from_json(saved.read_text())
-    assert record["num_matrices"] == plan.num_matrices == 22
+    assert record["num_matrices"] == plan.num_matrices == 28
     assert record["exchange_bytes"]["collectives"] == plan.exchange_bytes.collectives
     assert record["owner_load_us"] == list(plan.owner_load_us)
     assert (
-        record["estimate"]["muon_state_bytes"] == 4 * (6 * 64 * 128 + 16 * 32 * 64) / 4
+        record["estimate"]["muon_state_bytes"] == 4 * (12 * 64 * 128 + 16 * 32 * 64) / 4
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan_counts_idle_owners_and_tips_only_where_they_help(capsys, shapes):
     _, out, _ = run(capsys, "plan", "--shapes", shapes, "--mesh", "fsdp=32")
-    assert "fewer matrices than owners: 10 or more own none" in out
+    assert "fewer matrices than owners: 4 or more own none" in out
     _, out, _ = run(capsys, "plan", "--shapes", shapes, "--mesh", "fsdp=4")
     assert "replicated" not in out and "own none" not in out
 
