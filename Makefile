@@ -40,7 +40,7 @@ test-cuda: $(VENV)/has-test
 	$(in_venv) -m pytest -m cuda_compile $(ARGS)
 
 check: $(VENV)/has-check
-	$(in_venv) -m ruff check dmuon_jax tests bench $(ARGS)
+	$(in_venv) -m ruff check dmuon_jax tests bench notebooks $(ARGS)
 
 environment: $(VENV)/has-test
 

@@ -55,7 +55,9 @@ def plan_figure(plan: "Plan") -> Figure:
       A matplotlib figure; ``figure.savefig("plan.png")`` writes it.
     """
     owners = plan.mesh.num_devices
-    figure = Figure(figsize=(min(14.0, max(6.0, owners / 8)), 4.2), layout="constrained")
+    figure = Figure(
+        figsize=(min(14.0, max(6.0, owners / 8)), 4.2), layout="constrained"
+    )
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     bottom = np.zeros(owners)

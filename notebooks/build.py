@@ -1,8 +1,9 @@
 """Notebooks from their sources: ``python notebooks/build.py [NAME ...]``.
 
 A source is a Python file in ``sources/`` whose cells start with ``# %%``, text cells with
-``# %% [markdown]``; a line such as ``# %matplotlib inline`` is a magic command. Building runs the cells and stores what they show; needs nbclient and
-ipykernel (``pip install 'dmuon_jax[notebooks]'``).
+``# %% [markdown]``; a line such as ``# %matplotlib inline`` is a magic command. Building
+runs the cells and stores what they show; needs nbclient and ipykernel
+(``pip install 'dmuon_jax[notebooks]'``).
 """
 
 import os

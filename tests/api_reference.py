@@ -28,7 +28,11 @@ PAGES: tuple[tuple[str, ModuleType, tuple[str, ...]], ...] = (
         ("Placement", "model_leaves", "cluster_settings"),
     ),
     ("dmuon_jax.planning.estimate", estimate, ("Estimate", "estimate")),
-    ("dmuon_jax.planning.workloads", workloads, ("Workload", "Matrices", "load_workload")),
+    (
+        "dmuon_jax.planning.workloads",
+        workloads,
+        ("Workload", "Matrices", "load_workload"),
+    ),
     ("dmuon_jax.proof", proof, documented(proof)),
     ("dmuon_jax.kernels", kernels, documented(kernels)),
     ("dmuon_jax.kernels.tune", tune, ("Measurement", "measure", "tune", "load")),

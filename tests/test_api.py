@@ -18,9 +18,12 @@ MODULES = sorted(
     if "pallas" not in module.name and not module.name.endswith("__main__")
 )
 
+
 def source(name):
     path = ROOT / name.replace(".", "/")
-    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    return (
+        path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    ).read_text()
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if ">>> " in source(name)])
@@ -34,7 +37,7 @@ def test_every_module_has_a_docstring():
         assert inspect.getdoc(importlib.import_module(name)), name
 
 
-@pytest.mark.parametrize("title,module,names", PAGES, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(("title", "module", "names"), PAGES, ids=[p[0] for p in PAGES])
 def test_public_names_are_documented(title, module, names):
     for name in names:
         value = vars(module)[name]

@@ -25,6 +25,7 @@ STEP = str(DATA / "step_gpu.hlo.txt")
 TINY = {
     "matrices": [
         {"name": "up", "shape": [64, 128], "count": 6},
+        {"name": "down", "shape": [128, 64], "count": 6},
         {"name": "experts", "shape": [32, 64], "count": 16, "stack": [8]},
     ]
 }
@@ -53,11 +54,20 @@ def test_plan_prints_load_bytes_memory_and_time(capsys):
     )
     assert (code, err) == (0, "")
     assert "224 matrices of 224 leaves on 128 devices (data=16, fsdp=8)" in out
-    for part in ("makespan", "bound", "gap", "all-to-all", "4096x14336", "gram", "####"):
+    for part in (
+        "makespan",
+        "bound",
+        "gap",
+        "all-to-all",
+        "4096x14336",
+        "gram",
+        "####",
+    ):
         assert part in out
     # 6979321856 elements on 8 shards: momentum of 4 bytes, AdamW's moments of 8.
     assert "state MiB                    6656    3328" in out
     assert "owner_axes=('fsdp',)" in out
+    assert "--fsdp-axis data,fsdp shards them there too" in out
 
 
 def test_plan_as_json_file_and_picture(capsys, tmp_path, shapes):
@@ -67,18 +77,29 @@ def test_plan_as_json_file_and_picture(capsys, tmp_path, shapes):
     assert code == 0
     record = json.loads(out)
     plan = Plan.from_json(saved.read_text())
-    assert record["num_matrices"] == plan.num_matrices == 22
+    assert record["num_matrices"] == plan.num_matrices == 28
     assert record["exchange_bytes"]["collectives"] == plan.exchange_bytes.collectives
     assert record["owner_load_us"] == list(plan.owner_load_us)
-    assert record["estimate"]["muon_state_bytes"] == 4 * (6 * 64 * 128 + 16 * 32 * 64) / 4
+    assert (
+        record["estimate"]["muon_state_bytes"] == 4 * (12 * 64 * 128 + 16 * 32 * 64) / 4
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_counts_idle_owners_and_tips_only_where_they_help(capsys, shapes):
+    _, out, _ = run(capsys, "plan", "--shapes", shapes, "--mesh", "fsdp=32")
+    assert "fewer matrices than owners: 4 or more own none" in out
+    _, out, _ = run(capsys, "plan", "--shapes", shapes, "--mesh", "fsdp=4")
+    assert "replicated" not in out and "own none" not in out
 
 
 def test_experts_stay_on_their_axis(capsys, shapes):
     arguments = ["--shapes", shapes, "--mesh", "fsdp=2,expert=4", "--json"]
     code, out, _ = run(capsys, "plan", *arguments)
     assert code == 0 and json.loads(out)["mesh"] == {"fsdp": 2, "expert": 4}
-    where = clusters.Placement(MeshShape(("fsdp", "expert"), (2, 4)), ("fsdp",), ("expert",))
+    where = clusters.Placement(
+        MeshShape(("fsdp", "expert"), (2, 4)), ("fsdp",), ("expert",)
+    )
     workload = Workload("tiny", 2, (Matrices("experts", (32, 64), 16, (8,)),))
     leaves = clusters.model_leaves(workload, where)
     assert [leaf.shape for leaf in leaves] == [(8, 32, 64)] * 2
@@ -87,8 +108,14 @@ def test_experts_stay_on_their_axis(capsys, shapes):
 
 def test_axes_that_do_not_divide_move_on_or_stay_away():
     mesh = MeshShape(("a", "b"), (2, 3))
-    assert clusters.shard(((), ()), (4, 6), ("a", "b"), (0, 1), mesh) == ((), ("a", "b"))
-    assert clusters.shard(((), ()), (4, 9), ("a", "b"), (0, 1), mesh) == (("a",), ("b",))
+    assert clusters.shard(((), ()), (4, 6), ("a", "b"), (0, 1), mesh) == (
+        (),
+        ("a", "b"),
+    )
+    assert clusters.shard(((), ()), (4, 9), ("a", "b"), (0, 1), mesh) == (
+        ("a",),
+        ("b",),
+    )
     assert clusters.shard(((), ()), (5, 7), ("a", "b"), (0, 1), mesh) == ((), ())
 
 
@@ -98,7 +125,9 @@ def test_estimate_counts_every_array_once():
     workload = Workload("one", 1, (Matrices("w", (64, 128), 3),))
     device = DEVICES["h200"]
     plan = make_plan(
-        clusters.model_leaves(workload, where), mesh, clusters.cluster_settings(device, mesh)
+        clusters.model_leaves(workload, where),
+        mesh,
+        clusters.cluster_settings(device, mesh),
     )
     found = estimate(plan, device)
     elements = 3 * 64 * 128
@@ -140,16 +169,22 @@ def test_simulate_without_a_plugin_shows_the_plan_and_says_what_to_install(
     capsys, monkeypatch
 ):
     def missing(*_, **__):
-        raise NotImplementedError("compiling for h200 needs the CUDA plugin: pip install x")
+        raise NotImplementedError(
+            "compiling for h200 needs the CUDA plugin: pip install x"
+        )
 
     monkeypatch.setattr("dmuon_jax.cli.simulate_command.simulate", missing)
-    code, out, err = run(capsys, "simulate", "--model", "qwen2.5-1.5b", "--mesh", "fsdp=8")
+    code, out, err = run(
+        capsys, "simulate", "--model", "qwen2.5-1.5b", "--mesh", "fsdp=8"
+    )
     assert code == 1 and "196 matrices" in out
     assert err.strip().endswith("needs the CUDA plugin: pip install x")
 
 
 def test_tune_lists_what_it_would_measure_and_refuses_on_a_cpu(capsys, shapes):
-    code, out, _ = run(capsys, "tune", "--shapes", shapes, "--mesh", "fsdp=4", "--dry-run")
+    code, out, _ = run(
+        capsys, "tune", "--shapes", shapes, "--mesh", "fsdp=4", "--dry-run"
+    )
     assert code == 0 and "gram 4 x 32 x 64 float16" in out
     code, out, err = run(capsys, "tune", "--shapes", shapes, "--mesh", "fsdp=4")
     assert (code, out) == (1, "") and "nothing to tune on cpu" in err
@@ -163,7 +198,8 @@ def test_tune_covers_every_bucket(capsys, tmp_path, shapes):
     for bucket in plan.buckets:
         for counts in bucket.branches:
             assert any(
-                (p.kernel, p.batch, p.rows, p.columns) == ("gram", sum(counts), *bucket.shape)
+                (p.kernel, p.batch, p.rows, p.columns)
+                == ("gram", sum(counts), *bucket.shape)
                 for p in problems
             )
 
@@ -173,7 +209,11 @@ def test_bench_compares_three_updates(capsys, tmp_path):
     shapes.write_text('{"matrices": [{"name": "w", "shape": [32, 64], "count": 1}]}')
     code, out, _ = run(capsys, "bench", "--shapes", shapes, "--repeats", "2", "--json")
     record = json.loads(out)
-    assert code == 0 and set(record["median_ms"]) == {"adamw", "optax.contrib.muon", "dmuon"}
+    assert code == 0 and set(record["median_ms"]) == {
+        "adamw",
+        "optax.contrib.muon",
+        "dmuon",
+    }
     assert all(len(times) == 2 for times in record["times_ms"].values())
 
 

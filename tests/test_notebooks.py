@@ -53,12 +53,15 @@ def test_notebook_runs(build, name, monkeypatch):
 
 def test_errors_are_fatal(build):
     notebook = build.notebook_of(QUICK[0])
-    notebook.cells = notebook.cells[:1] + build.cells_of("# %%\nraise ValueError('no')\n")
+    notebook.cells = notebook.cells[:1] + build.cells_of(
+        "# %%\nraise ValueError('no')\n"
+    )
     with pytest.raises(Exception, match="ValueError"):
         build.execute(notebook)
 
 
 def test_magic_and_text(build):
-    text, code = build.cells_of("# %% [markdown]\n# # Title\n#\n# text\n\n# %%\n# %magic\n# no\n")
+    source = "# %% [markdown]\n# # Title\n#\n# text\n\n# %%\n# %magic\n# no\n"
+    text, code = build.cells_of(source)
     assert (text.cell_type, text.source) == ("markdown", "# Title\n\ntext")
     assert (code.cell_type, code.source) == ("code", "%magic\n# no")

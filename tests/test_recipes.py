@@ -17,7 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 from dmuon_jax import plan_owners
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks" / "recipes"
-COMPARED = ("orbax_resume", "from_optax_muon")  # with exact losses, in tests of their own
+COMPARED = (
+    "orbax_resume",
+    "from_optax_muon",
+)  # with exact losses, in tests of their own
 RECIPES = sorted(
     path.stem for path in FOLDER.glob("*.py") if path.stem not in ("toy", *COMPARED)
 )

@@ -80,9 +80,7 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
         metavar="NAME",
         help=f"a public model: {', '.join(names)}",
     )
-    group.add_argument(
-        "--shapes", type=pathlib.Path, metavar="FILE", help=SHAPES_HELP
-    )
+    group.add_argument("--shapes", type=pathlib.Path, metavar="FILE", help=SHAPES_HELP)
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +112,9 @@ def read_text(path: pathlib.Path, what: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise UsageError(f"{what} must be a readable file: {path} ({reason})") from error
+        raise UsageError(
+            f"{what} must be a readable file: {path} ({reason})"
+        ) from error
 
 
 def read_model(arguments: argparse.Namespace) -> Workload:
@@ -126,7 +126,9 @@ def read_model(arguments: argparse.Namespace) -> Workload:
         data = json.loads(text)
         matrices = tuple(matrices_of(record) for record in data["matrices"])
     except json.JSONDecodeError as error:
-        raise UsageError(f"--shapes must be JSON: {arguments.shapes}: {error}") from error
+        raise UsageError(
+            f"--shapes must be JSON: {arguments.shapes}: {error}"
+        ) from error
     except (KeyError, TypeError) as error:
         raise UsageError(
             f"--shapes must hold a list 'matrices' of name, shape and count: "

@@ -18,7 +18,10 @@ examples:
 """
 LIMITS = {
     "redundancy": (float, "FLOPs in scope over the plan's ideal"),
-    "exposed_fraction": (float, "share of the step that compute waits (needs --device)"),
+    "exposed_fraction": (
+        float,
+        "share of the step that compute waits (needs --device)",
+    ),
     "bytes_ratio": (float, "bytes in scope over those of the plan's exchange"),
     "collectives_in_loops": (int, "collectives inside loops"),
     "synchronous": (int, "collectives that nothing can hide"),
@@ -87,5 +90,7 @@ def picture(found: Audit, path: pathlib.Path) -> None:
     try:
         from dmuon_jax.proof.picture import draw
     except ModuleNotFoundError as error:
-        raise UsageError(f"--picture needs {error.name}: pip install matplotlib") from error
+        raise UsageError(
+            f"--picture needs {error.name}: pip install matplotlib"
+        ) from error
     draw(found.timeline, path, found.name)

@@ -49,7 +49,12 @@ def add_parser(commands) -> None:
     )
     add_model(parser, required=False)
     add = parser.add_argument
-    add("--layers", type=positive, default=1, help="matrices of each weight (default: 1)")
+    add(
+        "--layers",
+        type=positive,
+        default=1,
+        help="matrices of each weight (default: 1)",
+    )
     add("--repeats", type=positive, default=5, help="timed updates (default: 5)")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -144,7 +149,12 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     for name, row in times.items():
         spread = (max(row) - min(row)) / medians[name]
         rows.append(
-            (name, f"{medians[name]:.2f}", f"{medians[name] / base:.2f}", f"{spread:.0%}")
+            (
+                name,
+                f"{medians[name]:.2f}",
+                f"{medians[name] / base:.2f}",
+                f"{spread:.0%}",
+            )
         )
     terminal.print(table(rows))
     return 0

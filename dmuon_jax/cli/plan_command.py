@@ -46,7 +46,10 @@ def add_parser(commands) -> None:
     add_layout(parser)
     add_json(parser)
     parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="FILE", help="draw owners (needs matplotlib)"
+        "--plot",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="draw owners (needs matplotlib)",
     )
     parser.add_argument(
         "--save", type=pathlib.Path, metavar="FILE", help="write the plan for plan="
@@ -126,6 +129,8 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     terminal.print(table(cost_rows(costs)))
     for axes, other in others.items():
         terminal.print(advice(axes, costs, estimate(other, device)))
+    for tip in tips(plan):
+        terminal.print(tip)
     for path in (arguments.save, arguments.plot):
         if path is not None:
             terminal.note(f"wrote {path}")
@@ -165,6 +170,24 @@ def advice(axes: tuple[str, ...], costs: Estimate, other: Estimate) -> str:
     )
 
 
+def tips(plan: Plan) -> list[str]:
+    """What would help, as sentences."""
+    moved = plan.exchange_bytes
+    used = {axis for leaf in plan.leaves for axes in leaf.spec_out for axis in axes}
+    whole = [n for n in plan.mesh.names if n not in used and plan.mesh.size((n,)) > 1]
+    found = []
+    if whole and moved.all_gather > moved.all_to_all:
+        found.append(
+            f"Parameters are replicated over {', '.join(whole)}, so that owners' results "
+            f"are gathered there, {moved.all_gather / MIB:.0f} MiB; --fsdp-axis "
+            f"{','.join((*whole, *sorted(used)))} shards them there too."
+        )
+    idle = plan.mesh.size(plan.owner_axes) - plan.num_matrices
+    if idle > 0:
+        found.append(f"There are fewer matrices than owners: {idle} or more own none.")
+    return found
+
+
 def record(plan: Plan, costs: Estimate) -> dict:
     """All figures, for ``--json``."""
     return {
@@ -193,5 +216,7 @@ def draw(plan: Plan, path: pathlib.Path) -> None:
     try:
         from dmuon_jax.plan_plot import plan_figure
     except ModuleNotFoundError as error:
-        raise UsageError(f"--plot needs {error.name}: pip install matplotlib") from error
+        raise UsageError(
+            f"--plot needs {error.name}: pip install matplotlib"
+        ) from error
     plan_figure(plan).savefig(path, dpi=150)

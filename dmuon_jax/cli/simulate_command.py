@@ -57,7 +57,9 @@ def add_parser(commands) -> None:
 def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     """Runs the command."""
     if arguments.model is None:
-        raise UsageError("simulate needs --model: a file of shapes has no layers to run")
+        raise UsageError(
+            "simulate needs --model: a file of shapes has no layers to run"
+        )
     mesh = dict(zip(arguments.mesh.names, arguments.mesh.sizes, strict=True))
     jax.config.update("jax_platforms", "cpu")  # compiling needs no accelerator
     model = model_named(arguments.model)

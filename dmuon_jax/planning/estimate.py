@@ -61,8 +61,8 @@ def estimate(plan: Plan, device: Device) -> Estimate:
         for index in group.leaves:
             leaf = plan.leaves[index]
             size = math.prod(leaf.shape)
-            here_in = size // plan.mesh.size(itertools.chain(*leaf.spec_in))
-            here_out = size // plan.mesh.size(itertools.chain(*leaf.spec_out))
+            here_in = size // plan.mesh.size(sum(leaf.spec_in, ()))
+            here_out = size // plan.mesh.size(sum(leaf.spec_out, ()))
             stored += here_in
             updated += here_out
             blocks += (here_in + here_out) * ITEMSIZE[group.exchange_dtype]

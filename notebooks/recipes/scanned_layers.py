@@ -50,7 +50,9 @@ def loss(params, x, y):
     """Mean squared error of a residual network whose layers are a scan."""
 
     def layer(x, weights):
-        hidden = jnp.tanh((x * weights["norm"]["scale"]) @ weights["mlp"]["wi"]["kernel"])
+        hidden = jnp.tanh(
+            (x * weights["norm"]["scale"]) @ weights["mlp"]["wi"]["kernel"]
+        )
         return x + hidden @ weights["mlp"]["wo"]["kernel"], None
 
     x, _ = jax.lax.scan(layer, x @ params["embedder"]["embedding"], params["layers"])

@@ -14,7 +14,8 @@ def use_virtual_devices(number: int = 8) -> None:
 def batches(steps: int, seed: int = 0):
     """Inputs and what a fixed random network answers, [BATCH, WIDTH] each."""
     teacher_in, teacher_out = (
-        jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / WIDTH**0.5 for i in (1, 2)
+        jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / WIDTH**0.5
+        for i in (1, 2)
     )
     for step in range(steps):
         key = jax.random.fold_in(jax.random.key(seed), step)
@@ -34,7 +35,9 @@ def init_params(seed: int = 3):
 
 def predict(params, x):
     """The two-layer network."""
-    return jnp.tanh(x @ params["up"]["kernel"]) @ params["down"]["kernel"] + params["bias"]
+    return (
+        jnp.tanh(x @ params["up"]["kernel"]) @ params["down"]["kernel"] + params["bias"]
+    )
 
 
 def loss(params, x, y):

@@ -1,8 +1,8 @@
 """One program for many hosts: started once per process by ``slurm.sh`` or ``ssh.sh``.
 
-    python train.py                                                    # one process
-    python train.py --coordinator host0:1234 --processes 2 --process 0 # by hand
-    srun python train.py --slurm                                       # under SLURM
+python train.py                                                    # one process
+python train.py --coordinator host0:1234 --processes 2 --process 0 # by hand
+srun python train.py --slurm                                       # under SLURM
 """
 
 import argparse
