@@ -149,6 +149,9 @@ def plan_owners(
         momentum_shardings=momentum_shardings,
         **options,
     )
+    kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
+    if mesh is not None and not isinstance(mesh, kinds):
+        raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
     arrays, dims = matrices_of(params, muon_weight_dimension_numbers)
     given = given_shardings(param_shardings)
     seen = {path: see_one(x, path, given) for path, x in arrays.items()}

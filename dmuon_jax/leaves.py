@@ -82,6 +82,10 @@ def make_leaf(
             f"a leaf updated by Muon must be floating point, got {x.dtype} at {path}"
         )
     ndim = np.ndim(x)
+    if 0 in np.shape(x):
+        raise ValueError(
+            f"a leaf updated by Muon must have no empty dimension, got {x.shape} at {path}"
+        )
     reduction, output = matrix_axes(dim, ndim, path)
     # An array on one device beside others on a mesh is replicated when it joins them.
     spec_out = seen.spec if seen.mesh is not None else ((),) * ndim

@@ -15,7 +15,7 @@ from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
 from dmuon_jax.shardings import find_mesh, finish_sum, given_shardings, see
-from dmuon_jax.transform import check_number, scale_by_dmuon
+from dmuon_jax.transform import check_number, scale_by_dmuon, update_dtypes
 
 
 def dmuon(
@@ -217,7 +217,11 @@ def on_sums(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 def on_mesh(
     tx: optax.GradientTransformation, param_shardings: Any
 ) -> optax.GradientTransformation:
-    """``tx`` with its scalars on the parameters' mesh, and updates in the gradients' dtype."""
+    """``tx`` with its scalars on the parameters' mesh.
+
+    Updates come in the dtype of gradient and parameter together, whatever the type of a
+    learning rate: bfloat16 for both in bfloat16, float32 where either is.
+    """
 
     def init_fn(params):
         state = tx.init(params)
@@ -230,6 +234,7 @@ def on_mesh(
 
     def update_fn(updates, state, params=None):
         new, state = tx.update(updates, state, params)
-        return jax.tree.map(lambda x, g: x.astype(g.dtype), new, updates), state
+        dtypes = update_dtypes(updates, params)
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), new, dtypes), state
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -50,8 +50,11 @@ def dtype_name(name: str, dtype: Any) -> str | None:
     """
     if dtype is None:
         return None
-    found = jax.dtypes.canonicalize_dtype(dtype).name
     allowed = ("float16", "bfloat16", "float32", "float64")
+    try:
+        found = jax.dtypes.canonicalize_dtype(dtype).name
+    except TypeError as error:
+        raise ValueError(f"{name} must be one of {allowed}, got {dtype!r}") from error
     if found not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, got {found!r}")
     return found

@@ -25,10 +25,10 @@ def check_fits(
         wrong.append(f"the plan's mesh is {plan.mesh}, the arrays' {mesh_shape(mesh)}")
     planned = {leaf.path: leaf for leaf in plan.leaves}
     for path in sorted(set(planned) - set(arrays)):
-        wrong.append(f"the plan has a leaf that the tree lacks, at {path}")
+        wrong.append(f"the plan has a matrix that the tree lacks or gives Adam, at {path}")
     for path, x in arrays.items():
         if path not in planned:
-            wrong.append(f"the tree has a leaf that the plan lacks, at {path}")
+            wrong.append(f"the tree has a matrix that the plan lacks, at {path}")
             continue
         leaf, shape = planned[path], tuple(np.shape(x))
         if leaf.shape != shape:
@@ -48,7 +48,7 @@ def check_fits(
             )
     if wrong:
         raise ValueError(
-            "plan must be made for this tree and mesh:\n" + "\n".join(wrong)
+            "plan must be made for this tree, mesh and dimension numbers:\n" + "\n".join(wrong)
         )
 
 

@@ -41,7 +41,7 @@ def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
         if not is_dimension(entry):
             raise TypeError(
                 "dimension numbers must be MuonDimensionNumbers, Split or None, got "
-                f"{type(entry).__name__} at {leaf_name(path)}"
+                f"{type(entry).__name__} at {leaf_name(path) or 'their root'}"
             )
         found.extend([entry] * len(jax.tree.leaves(subtree)))
 

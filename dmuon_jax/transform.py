@@ -2,6 +2,7 @@
 
 import functools
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -115,6 +116,7 @@ def scale_by_dmuon(
     def update_fn(updates, state, params=None):
         found = find(updates if params is None else params)
         treedef = jax.tree.structure(updates)
+        check_shapes(by_path(updates), found)
         grads = on_specs(by_path(updates), found, "in")
         count = optax.safe_increment(state.count)
         corrected = count if bias_correction else None
@@ -136,13 +138,32 @@ def scale_by_dmuon(
         if adaptive:
             whole = on_specs(mu_hat, found, "out")
             result = {p: scale_by_dual_norm(whole[p], y) for p, y in result.items()}
-        result = [result[p].astype(g.dtype) for p, g in by_path(updates).items()]
+        dtypes = by_path(update_dtypes(updates, params))
+        result = [result[p].astype(dtype) for p, dtype in dtypes.items()]
         mu = on_specs({p: mu[p].astype(x.dtype) for p, x in old.items()}, found, "in")
         mu = treedef.unflatten([like(mu[p], x) for p, x in old.items()])
         state = MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
         return treedef.unflatten(result), state
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def update_dtypes(updates: Any, params: Any) -> Any:
+    """The dtype of each update: that of gradient and parameter together."""
+    if params is None:
+        return jax.tree.map(lambda g: g.dtype, updates)
+    return jax.tree.map(lambda g, p: jnp.promote_types(g.dtype, p.dtype), updates, params)
+
+
+def check_shapes(grads: Mapping[str, jax.Array], found: Found) -> None:
+    """Raises ``ValueError`` that names every gradient shaped otherwise than its parameter."""
+    wrong = [
+        f"{tuple(grads[leaf.path].shape)} for {leaf.shape} at {leaf.path}"
+        for leaf in found.plan.leaves
+        if tuple(grads[leaf.path].shape) != leaf.shape
+    ]
+    if wrong:
+        raise ValueError("gradients must be shaped as parameters, got " + "; ".join(wrong))
 
 
 def momentum(

@@ -238,6 +238,22 @@ def test_updates_keep_the_gradients_dtype(dtype):
         assert dtypes(state) == dtypes(new)
 
 
+def test_updates_are_as_wide_as_gradient_or_parameter():
+    wide, narrow = rng_tree(0), jax.tree.map(lambda x: x.astype(jnp.bfloat16), rng_tree(1))
+    tx = dmuon(0.1, ns_steps=1)
+    for params, grads in ((wide, narrow), (narrow, wide)):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
+
+
+def test_gradients_of_other_shapes_are_all_named():
+    params = rng_tree(0)
+    tx = dmuon(0.1, ns_steps=1)
+    grads = dict(params, kernel=params["other"], head={"w": params["kernel"]})
+    with pytest.raises(ValueError, match=r"(?s)\['head'\]\['w'\].*\['kernel'\]"):
+        tx.update(grads, tx.init(params), params)
+
+
 def test_zero_gradients_give_zero_updates():
     mesh = mesh8()
     params = put(rng_tree(0), mesh)
@@ -380,6 +396,17 @@ def test_plan_is_hashable_and_survives_json():
     assert "24" in plan.summary() and "per owner" in plan.summary()
 
 
+def test_summary_counts_what_one_owner_holds():
+    mesh = mesh8()
+    # Two groups feed one bucket; no owner has more than one of its eight matrices.
+    rows = {f"a{i}": np.zeros((16, 24), np.float32) for i in range(4)}
+    columns = {f"b{i}": np.zeros((24, 16), np.float32) for i in range(4)}
+    plan = plan_owners(put(rows | columns, mesh))
+    assert len(plan.groups) == 2 and len(plan.buckets) == 1
+    row = next(x for x in plan.summary().splitlines() if "16x24" in x)
+    assert row.split()[1:3] == ["8", "1"]
+
+
 def test_a_given_plan_is_used():
     mesh = mesh8()
     params = put(rng_tree(0), mesh)
@@ -415,7 +442,7 @@ def test_a_plan_for_something_else_is_refused_at_init():
     with pytest.raises(ValueError, match="mesh"):
         dmuon(0.02, plan=plan).init(put(rng_tree(0), small))
     del other["kernel"]
-    with pytest.raises(ValueError, match=r"the tree lacks, at \['kernel'\]"):
+    with pytest.raises(ValueError, match=r"the tree lacks or gives Adam, at \['kernel'\]"):
         dmuon(0.02, plan=plan).init(other)
     with pytest.raises(ValueError, match="method='gram'"):
         dmuon(0.02, plan=plan_owners(params, method="direct"), method="gram").init(
@@ -439,6 +466,7 @@ def test_a_plan_for_something_else_is_refused_at_init():
         ({"method": "fast"}, ValueError, "method must be None, 'direct' or 'gram', got 'fast'"),
         ({"implementation": "cuda"}, ValueError, "implementation"),
         ({"compute_dtype": "int8"}, ValueError, "compute_dtype"),
+        ({"compute_dtype": "floaty"}, ValueError, "compute_dtype must be one of"),
         ({"exchange_dtype": "float8_e4m3fn"}, ValueError, "exchange_dtype"),
         ({"plan": {"owners": 3}}, TypeError, "plan must be a Plan, got dict"),
         ({"param_shardings": {"a": P("x")}}, TypeError, "NamedSharding"),

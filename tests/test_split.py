@@ -114,7 +114,7 @@ def test_parts_must_fit(arguments, words):
         tx.init({"w": np.zeros((4, 8), np.float32)})
 
 
-@pytest.mark.parametrize("parts", [0, (), (4, -1), (2.5,)])
+@pytest.mark.parametrize("parts", [0, (), (4, -1), (2.5,), 2.0])
 def test_parts_must_be_positive_integers(parts):
     with pytest.raises(ValueError, match="positive integers"):
         Split(parts)

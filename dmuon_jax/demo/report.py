@@ -184,12 +184,12 @@ def plot(path: pathlib.Path, runs: list[Run], plan: Plan) -> None:
     left.legend()
     left.grid(alpha=0.3)
     loads_us = plan.owner_load_us
-    right.bar(range(len(loads_us)), loads_us, color="C2")
-    right.axhline(statistics.fmean(loads_us), color="k", linestyle=":", label="mean")
+    right.bar(range(len(loads_us)), [us / 1e3 for us in loads_us], color="C2")
+    right.axhline(statistics.fmean(loads_us) / 1e3, color="k", linestyle=":", label="mean")
     right.set(
         title=f"Plan: {plan.num_matrices} matrices on {len(loads_us)} owners",
         xlabel="device",
-        ylabel="Newton-Schulz, modelled µs per update",
+        ylabel="Newton-Schulz, modelled ms per update",
     )
     right.legend()
     figure.savefig(path, dpi=120)
