@@ -97,7 +97,7 @@ def summary(plan: "Plan") -> str:
         f"plan: {plan.num_matrices} matrices of {len(plan.leaves)} leaves on "
         f"{plan.mesh.num_devices} devices ({axes or 'no mesh'})",
         f"  {plan.status}",
-        f"  busiest owner's NS {plan.makespan_us / 1e3:.3f} ms (model) + exchange "
+        f"  NS makespan {plan.makespan_us / 1e3:.3f} ms (busiest owner, model) + exchange "
         f"{plan.exchange_us / 1e3:.3f} ms if nothing hid it; no plan is below "
         f"{plan.lower_bound_us / 1e3:.3f} ms in all, gap {plan.gap:.1%}",
         f"  exchange: {moved.collectives} collectives, {moved.all_to_all / 2**20:.2f} MiB "
