@@ -98,8 +98,8 @@ def summary(plan: "Plan") -> str:
         f"{plan.mesh.num_devices} devices ({axes or 'no mesh'})",
         f"  {plan.status}",
         f"  NS makespan {plan.makespan_us / 1e3:.3f} ms (busiest owner, model) + exchange "
-        f"{plan.exchange_us / 1e3:.3f} ms if nothing hid it; no plan is below "
-        f"{plan.lower_bound_us / 1e3:.3f} ms in all, gap {plan.gap:.1%}",
+        f"{plan.exchange_us / 1e3:.3f} ms if nothing hid it; bound on "
+        f"their sum {plan.lower_bound_us / 1e3:.3f} ms, gap {plan.gap:.1%}",
         f"  exchange: {moved.collectives} collectives, {moved.all_to_all / 2**20:.2f} MiB "
         f"all-to-all + {moved.all_gather / 2**20:.2f} MiB all-gather per device, "
         f"{moved.empty / 2**20:.2f} MiB of it EMPTY slots",
