@@ -40,7 +40,7 @@ def to_owners(
     """
     layout = leaves[0].layout
     side = layout.side("in")
-    packed = [pack(x, leaf, "in") for x, leaf in zip(blocks, leaves, strict=True)]
+    packed = [pack(x, leaf) for x, leaf in zip(blocks, leaves, strict=True)]
     x = spread(jnp.concatenate(packed, axis=1), counts)
     names = layout.forced_out + layout.free
     x = x.reshape(*sizes(side, names), *x.shape[2:])
@@ -90,11 +90,11 @@ def from_owners(
     return [unpack(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
 
 
-def pack(block: jax.Array, leaf: LeafLayout, way: str) -> jax.Array:
+def pack(block: jax.Array, leaf: LeafLayout) -> jax.Array:
     """A local block as ``[forced, core, *parcel block]`` for the other side's forced axes."""
     mesh = leaf.layout.mesh
-    forced = leaf.layout.forced_out if way == "in" else leaf.layout.forced_in
-    order = local_order(leaf, way)
+    forced = leaf.layout.forced_out
+    order = local_order(leaf, "in")
     x = jnp.transpose(block, leaf.leaf.batch_axes + matrix_axes(leaf))
     block_shape = x.shape[len(leaf.batch) :]
     shape = [mesh.size((name,)) if isinstance(name, str) else name for name in order]
