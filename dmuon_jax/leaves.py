@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmuon_jax.matrices import Leaf, MeshShape
+from dmuon_jax.matrices import Leaf, MeshShape, Spec
 from dmuon_jax.options import OwnerOptions, dtype_name
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
 from dmuon_jax.planning.cost import RooflineCost
@@ -90,12 +90,13 @@ def make_leaf(
     # An array on one device beside others on a mesh is replicated when it joins them.
     spec_out = seen.spec if seen.mesh is not None else ((),) * ndim
     batch = [axis for axis in range(ndim) if axis not in reduction + output]
-    if momentum is not None:
-        spec_in = spec_of(momentum.spec, ndim, path)
-    elif any(spec_out) or mesh.num_devices == 1:
+    wanted = None if momentum is None else momentum_spec(momentum, mesh, ndim, path)
+    if mesh.num_devices == 1 or (wanted is None and any(spec_out)):
         spec_in = spec_out
-    else:
+    elif wanted is None:
         spec_in = zero_spec(x.shape, batch, mesh)
+    else:
+        spec_in = wanted
     return Leaf(
         path=path,
         shape=tuple(x.shape),
@@ -106,6 +107,23 @@ def make_leaf(
         spec_out=spec_out,
         pieces=pieces_of(dim, tuple(x.shape), path),
     )
+
+
+def momentum_spec(
+    momentum: jax.sharding.NamedSharding, mesh: MeshShape, ndim: int, path: str
+) -> Spec:
+    """The spec that a caller gives a momentum.
+
+    Raises:
+      ValueError: if it is for another mesh than the parameter's, or has too many entries.
+    """
+    own = mesh_shape(momentum.mesh)
+    if own != mesh and max(own.num_devices, mesh.num_devices) > 1:
+        raise ValueError(
+            f"momentum_shardings must be on the mesh of the parameters {mesh}, got {own} "
+            f"at {path}"
+        )
+    return spec_of(momentum.spec, ndim, path)
 
 
 def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:

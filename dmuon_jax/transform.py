@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 from optax.contrib import MuonState
 
-from dmuon_jax.apply_plan import apply_plan, on_specs
+from dmuon_jax.apply_plan import apply_plan, cross, on_specs
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.find_plan import Found, PlanFinder
 from dmuon_jax.gram import check_restarts
@@ -117,7 +117,7 @@ def scale_by_dmuon(
         found = find(updates if params is None else params)
         treedef = jax.tree.structure(updates)
         check_shapes(by_path(updates), found)
-        grads = on_specs(by_path(updates), found, "in")
+        grads = cross(by_path(updates), found, "in")
         count = optax.safe_increment(state.count)
         corrected = count if bias_correction else None
         old = by_path(state.mu)
@@ -136,7 +136,7 @@ def scale_by_dmuon(
         operands = (state.ns_coeffs, jnp.asarray(steps), jnp.asarray(eps))
         result = apply_plan(fn, mu_hat, found, operands)
         if adaptive:
-            whole = on_specs(mu_hat, found, "out")
+            whole = cross(mu_hat, found, "out")
             result = {p: scale_by_dual_norm(whole[p], y) for p, y in result.items()}
         dtypes = by_path(update_dtypes(updates, params))
         result = [result[p].astype(dtype) for p, dtype in dtypes.items()]
@@ -241,14 +241,12 @@ def init_momentum(
     given = given_shardings(options.momentum_shardings)
 
     def zeros(path, x):
-        dtype = mu_dtype or x.dtype
-        if found.mesh is None:
-            return jnp.zeros_like(x, dtype=dtype)
         name = leaf_name(path)
+        dtype = mu_dtype or x.dtype
         spec = partition_spec(leaves[name].spec_in)
         named = lookup(given, name)
         kind = None if named is None else named.memory_kind
-        if isinstance(x, jax.core.Tracer):
+        if found.mesh is None or isinstance(x, jax.core.Tracer):
             zeros = constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
             return to_host(zeros) if kind == "pinned_host" else zeros
         sharding = NamedSharding(found.mesh, spec, memory_kind=kind)

@@ -40,7 +40,10 @@ GPU_TARGETS = {
     "b200": GpuTarget("NVIDIA B200", (10, 0), 148, 132644864, 233472, 1.965),
 }
 TPU_VERSIONS = {"tpu-v5e": "v5e", "tpu-v6e": "v6e"}
-CUDA_HINT = "compiling for {} needs the CUDA plugin: pip install 'dmuon_jax[cuda13]'"
+CUDA_HINT = (
+    "compiling for {} needs the CUDA plugin: pip install 'dmuon_jax[cuda13]' (and "
+    "JAX_PLATFORMS=cpu where it is installed but there is no GPU)"
+)
 TPU_HINT = "compiling for {} needs libtpu: pip install 'dmuon_jax[tpu]'"
 
 
