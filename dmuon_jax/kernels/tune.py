@@ -177,7 +177,7 @@ def measure(
     if choices is None:
         choices = candidates(problem, device)
     baseline = _measure_one(problem, Choice("xla", None, ""), device.kind, float("inf"))
-    if baseline.failure:
+    if baseline.failure or baseline.error is None:
         raise RuntimeError(f"XLA failed on {problem}: {baseline.failure}")
     allowed = ERROR_FACTOR * baseline.error
     others = (choice for choice in choices if choice.implementation != "xla")
@@ -189,21 +189,15 @@ def measure(
 
 def judge(device_kind: str, measurements: Sequence[Measurement]) -> Verdicts:
     """The fastest candidate of each problem among those that passed."""
-    best: dict[Problem, Measurement] = {}
+    best: dict[Problem, tuple[float, Choice]] = {}
     for each in measurements:
-        fastest = best.get(each.problem)
-        if each.failure:
+        if each.failure or each.time_us is None:
             continue
-        if fastest is None or each.time_us < fastest.time_us:
-            best[each.problem] = each
+        if each.problem not in best or each.time_us < best[each.problem][0]:
+            best[each.problem] = each.time_us, each.choice
     entries = tuple(
-        (
-            problem,
-            dataclasses.replace(
-                each.choice, reason=f"measured: {each.time_us:.4g} microseconds"
-            ),
-        )
-        for problem, each in best.items()
+        (problem, dataclasses.replace(choice, reason=f"measured: {us:.4g} microseconds"))
+        for problem, (us, choice) in best.items()
     )
     return Verdicts(device_kind, entries)
 

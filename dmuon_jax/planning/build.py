@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from dmuon_jax.layout import Layout, LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
@@ -24,7 +25,7 @@ COMPUTE_DTYPE = {"cpu": "float32", "gpu": "float16", "tpu": "bfloat16"}
 MIN_BRANCH_US = {"cpu": 0.0, "gpu": 500.0, "tpu": 500.0}
 """Work of one slot below which EMPTY slots are computed rather than branched around.
 
-A conditional on a GPU waits for its predicate on the host (DESIGN §4)."""
+A conditional on a GPU waits for its predicate on the host."""
 
 MAX_BRANCHES = 3
 
@@ -145,7 +146,7 @@ def travel_dtype(
 
 
 def allowed_methods(settings: Settings) -> tuple[Method, ...]:
-    """bfloat16 Gram iterations lose too much to be a default (DESIGN §6)."""
+    """bfloat16 Gram iterations lose too much to be a default."""
     if settings.method is not None:
         return (settings.method,)
     dtype = settings.compute_dtype or COMPUTE_DTYPE[settings.platform]
@@ -211,7 +212,7 @@ def make_buckets(
 
 def branches(
     groups: Sequence[Group], layouts: Sequence[Layout], limit: int
-) -> dict[str, tuple]:
+) -> dict[str, Any]:
     """The count patterns that the devices of a bucket compute, at most ``limit``.
 
     With more patterns than that, patterns are merged into their maxima: a device may

@@ -9,12 +9,11 @@ import functools
 import itertools
 import json
 import math
-from typing import Any, Literal
+from typing import Any
 
 from dmuon_jax.planning.devices import Device
 from dmuon_jax.planning.problem import METHODS, Method, Shape
 
-DType = Literal["float16", "bfloat16", "float32", "float64"]
 ITEMSIZE: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FORMAT = "dmuon_jax cost table 1"
 
@@ -105,7 +104,7 @@ class RooflineCost:
     """
 
     device: Device
-    dtype: DType = "float16"
+    dtype: str = "float16"
     steps: int = 5
     restarts: int = 1
     symmetric: bool = False
@@ -201,7 +200,8 @@ class TableCost:
         Raises:
           ValueError: *shape* was not measured with *method*.
         """
-        row = self.rows.get((tuple(shape), method))
+        short, long = shape
+        row = self.rows.get(((short, long), method))
         if row is None:
             raise ValueError(
                 f"shape must be one that was measured with {method!r}, got {shape}"
@@ -247,7 +247,12 @@ class TableCost:
 
 def _timing(row: Any, index: int) -> Timing:
     match row:
-        case [[int(short), int(long)], str(method), int(batch), int() | float() as us]:
+        case [
+            [int(short), int(long)],
+            "direct" | "gram" as method,
+            int(batch),
+            int() | float() as us,
+        ]:
             return Timing((short, long), method, batch, float(us))
     raise ValueError(
         f"timings must be rows [[s, l], method, batch, time_us], got {row} (at {index})"

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dmuon_jax.layout import LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, Piece, oriented
@@ -283,7 +283,7 @@ def plan_from_json(text: str) -> Plan:
         raise ValueError(f"a plan must have the fields of Plan: {error}") from error
 
 
-def tuples(value):
+def tuples(value: Any) -> Any:
     """``value`` with every list turned into a tuple."""
     if isinstance(value, dict):
         return {key: tuples(item) for key, item in value.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -94,7 +95,7 @@ def tpu_grid(count: int) -> str:
     return f"{short}x{count // short}"
 
 
-def compile_devices(name: str, count: int) -> list[jax.Device]:
+def compile_devices(name: str, count: int) -> list[Any]:
     """Devices to put into a mesh and compile for.
 
     Args:
