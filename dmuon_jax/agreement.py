@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 from dmuon_jax.shardings import AnyMesh
@@ -23,7 +24,7 @@ def must_agree(arrays: Iterable[Any], mesh: AnyMesh | None) -> bool:
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         return False
-    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in arrays):
         return False
     processes = {device.process_index for device in mesh.devices.flat}
     return 1 < jax.process_count() == len(processes)

@@ -13,8 +13,10 @@ from dmuon_jax.options import OwnerOptions
 from dmuon_jax.plan_checks import check_agrees, check_fits
 from dmuon_jax.planning.build import make_plan
 from dmuon_jax.planning.plan import Plan
-from dmuon_jax.routing import DimensionNumbers, matrices_of
+from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import AnyMesh, Seen, find_mesh, given_shardings, mesh_shape
+from dmuon_jax.split import Dimensions
+from dmuon_jax.tree_checks import check_arrays
 
 HOW_TO_TELL = (
     "pass param_shardings= (a tree of NamedSharding) or plan= (from plan_owners), or call "
@@ -45,7 +47,7 @@ class PlanFinder:
         self.agreed: set[Plan] = set()
 
     def find(
-        self, arrays: Mapping[str, Any], dims: Mapping[str, DimensionNumbers]
+        self, arrays: Mapping[str, Any], dims: Mapping[str, Dimensions]
     ) -> Found:
         """The plan for ``arrays``, all of them matrices or stacks of matrices.
 
@@ -76,7 +78,7 @@ class PlanFinder:
     def make(
         self,
         arrays: Mapping[str, Any],
-        dims: Mapping[str, DimensionNumbers],
+        dims: Mapping[str, Dimensions],
         seen: Mapping[str, Seen],
         mesh: AnyMesh | None,
     ) -> Plan:
@@ -98,7 +100,7 @@ class PlanFinder:
         self,
         plan: Plan,
         arrays: Mapping[str, Any],
-        dims: Mapping[str, DimensionNumbers],
+        dims: Mapping[str, Dimensions],
         seen: Mapping[str, Seen],
         mesh: AnyMesh | None,
     ) -> Found:
@@ -152,6 +154,7 @@ def plan_owners(
     kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
     if mesh is not None and not isinstance(mesh, kinds):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
+    check_arrays("params", params)
     arrays, dims = matrices_of(params, muon_weight_dimension_numbers)
     given = given_shardings(param_shardings)
     seen = {path: see_one(x, path, given) for path, x in arrays.items()}

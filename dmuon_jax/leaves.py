@@ -12,19 +12,19 @@ from dmuon_jax.options import OwnerOptions, dtype_name
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
 from dmuon_jax.planning.cost import RooflineCost
 from dmuon_jax.planning.devices import axis_bandwidths, device_of_kind
-from dmuon_jax.routing import DimensionNumbers
 from dmuon_jax.shardings import (
     AnyMesh,
     Seen,
     device_kind,
     given_shardings,
+    known,
     lookup,
     mesh_shape,
     see,
     spec_of,
     zero_spec,
 )
-from dmuon_jax.split import matrix_axes, pieces_of
+from dmuon_jax.split import Dimensions, matrix_axes, pieces_of
 
 
 def see_one(x: Any, path: str, given) -> Seen:
@@ -39,7 +39,7 @@ def see_one(x: Any, path: str, given) -> Seen:
 
 def make_leaves(
     arrays: Mapping[str, Any],
-    dims: Mapping[str, DimensionNumbers],
+    dims: Mapping[str, Dimensions],
     seen: Mapping[str, Seen],
     mesh: AnyMesh | None,
     momentum_shardings: Any,
@@ -67,16 +67,12 @@ def make_leaves(
 def make_leaf(
     path: str,
     x: Any,
-    dim: DimensionNumbers,
+    dim: Dimensions,
     seen: Seen,
     mesh: MeshShape,
     momentum: jax.sharding.NamedSharding | None,
 ) -> Leaf:
     """Describes one array."""
-    if dim is None:
-        raise ValueError(
-            f"a leaf updated by Muon must have dimension numbers, at {path}"
-        )
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(
             f"a leaf updated by Muon must be floating point, got {x.dtype} at {path}"
@@ -88,7 +84,9 @@ def make_leaf(
         )
     reduction, output = matrix_axes(dim, ndim, path)
     # An array on one device beside others on a mesh is replicated when it joins them.
-    spec_out = seen.spec if seen.mesh is not None else ((),) * ndim
+    spec_out = ((),) * ndim
+    if seen.mesh is not None:
+        spec_out = known(seen, path)
     batch = [axis for axis in range(ndim) if axis not in reduction + output]
     wanted = None if momentum is None else momentum_spec(momentum, mesh, ndim, path)
     if mesh.num_devices == 1 or (wanted is None and any(spec_out)):
@@ -137,6 +135,8 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
         )
     platform, kind = device_kind(mesh)
     device = device_of_kind(platform, kind)
+    if platform not in COMPUTE_DTYPE:
+        platform = "cpu"  # whose defaults are the careful ones
     compute_dtype = dtype_name("compute_dtype", options.compute_dtype)
     return Settings(
         owner_axes=shape.ordered(owner_axes),

@@ -16,6 +16,7 @@ from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
 from dmuon_jax.shardings import find_mesh, finish_sum, given_shardings, see
 from dmuon_jax.transform import check_number, scale_by_dmuon, update_dtypes
+from dmuon_jax.tree_checks import check_arrays, check_update
 
 
 def dmuon(
@@ -24,7 +25,7 @@ def dmuon(
     ns_steps: jax.typing.ArrayLike = 5,
     beta: jax.typing.ArrayLike = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
@@ -34,7 +35,7 @@ def dmuon(
     adam_b1: jax.typing.ArrayLike = 0.9,
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_eps_root: jax.typing.ArrayLike = 0.0,
-    adam_weight_decay: jax.typing.ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: Any = None,
     consistent_rms: jax.typing.ArrayLike | None = None,
@@ -149,9 +150,14 @@ def dmuon(
             f"matrix_transform must be a GradientTransformation, got {matrix_transform!r}"
         )
     router = Router(muon_weight_dimension_numbers)
-    decay = optax.add_decayed_weights
-    if cautious_weight_decay:
-        decay = add_cautious_decayed_weights
+    if not cautious_weight_decay:
+        decay = optax.add_decayed_weights(weight_decay, weight_decay_mask)
+    elif callable(weight_decay):
+        raise NotImplementedError(
+            "weight_decay must be a number where it is cautious, got a schedule"
+        )
+    else:
+        decay = add_cautious_decayed_weights(weight_decay, weight_decay_mask)
     matrices = optax.chain(
         scale_by_dmuon(
             ns_coeffs,
@@ -178,7 +184,7 @@ def dmuon(
         ),
         *([] if matrix_transform is None else [matrix_transform]),
         scale_by_matrix_shape(router.dimensions, consistent_rms),
-        decay(weight_decay, weight_decay_mask),
+        decay,
         optax.scale_by_learning_rate(learning_rate),
     )
     others = optax.adamw(
@@ -224,6 +230,7 @@ def on_mesh(
     """
 
     def init_fn(params):
+        check_arrays("params", params)
         state = tx.init(params)
         mesh = find_mesh({path: see(x, path) for path, x in by_path(params).items()})
         for sharding in given_shardings(param_shardings).values():
@@ -233,6 +240,7 @@ def on_mesh(
         return state
 
     def update_fn(updates, state, params=None):
+        check_update(updates, state, params)
         new, state = tx.update(updates, state, params)
         dtypes = update_dtypes(updates, params)
         return jax.tree.map(lambda x, dtype: x.astype(dtype), new, dtypes), state

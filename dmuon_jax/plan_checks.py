@@ -7,15 +7,14 @@ import numpy as np
 
 from dmuon_jax.options import OwnerOptions, dtype_name
 from dmuon_jax.planning.plan import Plan
-from dmuon_jax.routing import DimensionNumbers
 from dmuon_jax.shardings import AnyMesh, Seen, mesh_shape
-from dmuon_jax.split import matrix_axes, pieces_of
+from dmuon_jax.split import Dimensions, matrix_axes, pieces_of
 
 
 def check_fits(
     plan: Plan,
     arrays: Mapping[str, Any],
-    dims: Mapping[str, DimensionNumbers],
+    dims: Mapping[str, Dimensions],
     seen: Mapping[str, Seen],
     mesh: AnyMesh | None,
 ) -> None:

@@ -1,7 +1,6 @@
 """``scale_by_dmuon``: momentum, orthogonalized on owners. The optax transformation."""
 
 import functools
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from optax.contrib import MuonState
 
@@ -24,6 +24,7 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import constrain, given_shardings, lookup, partition_spec
+from dmuon_jax.tree_checks import check_momentum
 
 
 def scale_by_dmuon(
@@ -114,6 +115,7 @@ def scale_by_dmuon(
         )
 
     def update_fn(updates, state, params=None):
+        check_momentum(state, by_path(updates))
         found = find(updates if params is None else params)
         treedef = jax.tree.structure(updates)
         check_shapes(by_path(updates), found)
@@ -150,9 +152,10 @@ def scale_by_dmuon(
 
 def update_dtypes(updates: Any, params: Any) -> Any:
     """The dtype of each update: that of gradient and parameter together."""
+    dtypes = jax.tree.map(jnp.result_type, updates)
     if params is None:
-        return jax.tree.map(lambda g: g.dtype, updates)
-    return jax.tree.map(lambda g, p: jnp.promote_types(g.dtype, p.dtype), updates, params)
+        return dtypes
+    return jax.tree.map(lambda d, p: jnp.promote_types(d, jnp.result_type(p)), dtypes, params)
 
 
 def check_shapes(grads: Mapping[str, jax.Array], found: Found) -> None:
@@ -169,7 +172,7 @@ def check_shapes(grads: Mapping[str, jax.Array], found: Found) -> None:
 def momentum(
     grads: Any,
     mu: Any,
-    count: jax.Array | None,
+    count: jax.typing.ArrayLike | None,
     beta: jax.typing.ArrayLike,
     nesterov: bool,
 ) -> tuple[Any, Any]:
@@ -205,7 +208,7 @@ def check_arguments(ns_steps, beta, eps, preconditioning) -> None:
 
 def check_number(name: str, value: Any, low: float, below: float = np.inf) -> None:
     """Raises unless ``value`` is traced, or a number in [low, below)."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return
     if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
         raise TypeError(f"{name} must be a number, got {value!r}")
@@ -216,13 +219,12 @@ def check_number(name: str, value: Any, low: float, below: float = np.inf) -> No
 
 def static_steps(ns_steps: jax.typing.ArrayLike) -> int | jax.Array:
     """``ns_steps`` as an int, unless only run time knows it."""
-    if isinstance(ns_steps, jax.core.Tracer):
+    if isinstance(ns_steps, Tracer):
         return ns_steps
-    if not isinstance(ns_steps, numbers.Integral):
-        array = np.asarray(ns_steps)
-        if array.ndim or not np.issubdtype(array.dtype, np.integer):
-            raise TypeError(f"ns_steps must be an integer, got {ns_steps!r}")
-    return int(ns_steps)
+    array = np.asarray(ns_steps)
+    if array.ndim or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"ns_steps must be an integer, got {ns_steps!r}")
+    return int(array)
 
 
 def number_of_steps(ns_coeffs: Any, ns_steps: jax.typing.ArrayLike) -> int | None:
@@ -246,7 +248,7 @@ def init_momentum(
         spec = partition_spec(leaves[name].spec_in)
         named = lookup(given, name)
         kind = None if named is None else named.memory_kind
-        if found.mesh is None or isinstance(x, jax.core.Tracer):
+        if found.mesh is None or isinstance(x, Tracer):
             zeros = constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
             return to_host(zeros) if kind == "pinned_host" else zeros
         sharding = NamedSharding(found.mesh, spec, memory_kind=kind)
