@@ -6,10 +6,12 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from dmuon_jax.cli.arguments import add_json
+from dmuon_jax.cli.machine import find_devices
 from dmuon_jax.cli.terminal import Terminal
 from dmuon_jax.cli.tune_command import cache_directory
 from dmuon_jax.kernels import tune
@@ -98,7 +100,11 @@ def plugins() -> Iterator[Finding]:
 
 def devices() -> Iterator[Finding]:
     """Devices, and what the planner takes them for."""
-    found = jax.devices()
+    try:
+        found = find_devices()
+    except NotImplementedError as error:
+        yield Finding("devices", "missing", str(error))
+        return
     first = found[0]
     kind = device_of_kind(target_device().platform, first.device_kind)
     text = f"{len(found)} x {first.device_kind} ({first.platform})"
@@ -107,6 +113,7 @@ def devices() -> Iterator[Finding]:
     state = "note" if first.platform == "cpu" else "ok"
     hint = "; no accelerator is used" if state == "note" else ""
     yield Finding("devices", state, f"{text}; planned as {kind.name}{hint}")
+    yield from kernels()
 
 
 def kernels() -> Iterator[Finding]:
@@ -141,7 +148,8 @@ def solver() -> Iterator[Finding]:
 
 def caches() -> Iterator[Finding]:
     """Where compiled programs are kept."""
-    folder = jax.config.jax_compilation_cache_dir
+    config: Any = jax.config  # whose options exist at run time only
+    folder = config.jax_compilation_cache_dir
     if folder:
         yield Finding("compilation cache", "ok", str(folder))
     else:
@@ -156,7 +164,7 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     """Runs the command."""
     findings: list[Finding] = []
     with terminal.waiting("Looking around"):
-        for look in (packages, plugins, devices, kernels, solver, caches):
+        for look in (packages, plugins, devices, solver, caches):
             findings += look()
     if arguments.json:
         records = [dataclasses.asdict(each) for each in findings]

@@ -61,7 +61,11 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     """Adds how parameters lie, and how owners are chosen."""
     add = parser.add_argument
     axes = {"type": axes_argument, "metavar": "AXES"}
-    add("--fsdp-axis", **axes, help="axes that shard each matrix (default: fsdp)")
+    add(
+        "--fsdp-axis",
+        **axes,
+        help="axes that shard each matrix (default: fsdp, or the only axis)",
+    )
     add("--expert-axis", **axes, help="axes that shard experts (default: expert)")
     add(
         "--momentum-axis",
@@ -85,7 +89,7 @@ def plan_for(arguments: argparse.Namespace, owner_axes=None) -> Plan:
     """The plan that the arguments ask for."""
     cost = None
     if arguments.costs is not None:
-        cost = TableCost.from_json(read_text(arguments.costs, "--costs"))
+        cost = read_costs(arguments.costs)
     settings = cluster_settings(
         DEVICES[arguments.device],
         arguments.mesh,
@@ -96,6 +100,17 @@ def plan_for(arguments: argparse.Namespace, owner_axes=None) -> Plan:
     )
     leaves = model_leaves(read_model(arguments), placement(arguments))
     return make_plan(leaves, arguments.mesh, settings)
+
+
+def read_costs(path: pathlib.Path) -> TableCost:
+    """The table of costs in a file."""
+    text = read_text(path, "--costs")
+    try:
+        return TableCost.from_json(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--costs must be a table of costs: {path}: {error}"
+        ) from error
 
 
 def alternatives(arguments: argparse.Namespace) -> dict[tuple[str, ...], Plan]:
@@ -120,7 +135,8 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     if arguments.save is not None:
         arguments.save.write_text(plan.to_json() + "\n", encoding="utf-8")
     if arguments.plot is not None:
-        draw(plan, arguments.plot)
+        with terminal.waiting("Drawing"):
+            draw(plan, arguments.plot)
     if arguments.json:
         terminal.print(json.dumps(record(plan, costs), indent=1))
         return 0

@@ -1,14 +1,14 @@
 """``dmuon-jax tune``: measures which kernels and tiles are fastest on this device."""
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
 
-import jax
-
 from dmuon_jax.cli import plan_command
 from dmuon_jax.cli.arguments import add_cluster, add_json, add_model
+from dmuon_jax.cli.machine import find_devices
 from dmuon_jax.cli.terminal import Terminal
 from dmuon_jax.kernels import tune
 from dmuon_jax.kernels.select import Problem, candidates
@@ -82,12 +82,15 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     """Runs the command."""
     with terminal.waiting("Solving the plan"):
         problems = plan_problems(plan_command.plan_for(arguments, arguments.owner_axes))
+    if arguments.dry_run and arguments.json:
+        terminal.print(json.dumps([dataclasses.asdict(p) for p in problems], indent=1))
+        return 0
     if arguments.dry_run:
         for problem in problems:
             terminal.print(describe(problem))
         return 0
     with terminal.waiting("Looking for devices"):
-        jax.devices()
+        find_devices()
     device = target_device()
     open_ones = [p for p in problems if len(candidates(p, device)) > 1]
     if not open_ones:
