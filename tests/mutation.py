@@ -23,7 +23,8 @@ from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
 ROOT = pathlib.Path(__file__).parents[1]
 PLANNING = (
-    "tests/test_planning_branches.py tests/test_planning_milp.py tests/test_planning.py"
+    "tests/test_planning_milp.py tests/test_planning.py tests/test_planning_branches.py "
+    "-k 'not fixture and not two_processes and not real_models'"
 )
 EXCHANGE = "tests/test_exchange.py tests/test_split.py"
 TESTS = {
@@ -69,7 +70,7 @@ def draw(db, count: int, seed: int) -> None:
     kept = {rng.choice(sorted(places[key]))[2] for key in chosen}
     skipped = [x.job_id for x in db.work_items if x.job_id not in kept]
     db.set_multiple_results(skipped, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
-    print(f"{len(kept)} of {len(places)} places drawn")
+    print(f"{len(kept)} of {len(places)} places drawn", flush=True)
 
 
 def run(db, deadline: float) -> None:

@@ -74,6 +74,13 @@ def spoiled(rng, case, mesh):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_bad_leaves_are_refused_by_name(seed):
+    """Random leaves that cannot be updated.
+
+    Fault: a leaf has axes, a split, a dtype or a sharding that cannot be
+    Happens: planning raises ValueError, TypeError or NotImplementedError that names
+      the leaf
+    Kept: nothing has run
+    """
     rng = random.Random(seed)
     tree = fuzz.random_tree(seed)
     for _ in range(40):
@@ -113,6 +120,12 @@ def outcome(name, value, params, gradient):
 
 @pytest.mark.parametrize("name", inspect.signature(dmuon).parameters)
 def test_any_argument_of_any_kind(name):
+    """Junk in every argument.
+
+    Fault: an argument of `dmuon` has a wrong kind or value
+    Happens: ValueError, TypeError or NotImplementedError at construction or `init`
+    Kept: nothing has run
+    """
     params = {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}
     for value in JUNK:
         found = outcome(name, value, params, params)
@@ -135,6 +148,13 @@ def mutations(text, rng):
 
 
 def test_damaged_plans_are_refused_or_harmless():
+    """A plan changed in one place.
+
+    Fault: a plan file is cut short or damaged
+    Happens: `Plan.from_json` raises ValueError, or `init` does where the plan no
+      longer fits the tree
+    Kept: nothing has run; a plan that is still valid gives right updates
+    """
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     params = {
         "w": jax.ShapeDtypeStruct(
@@ -172,5 +192,11 @@ def test_damaged_plans_are_refused_or_harmless():
     ],
 )
 def test_foreign_and_future_plans_are_refused(text, words):
+    """Read as data, never executed.
+
+    Fault: a plan file is of another program or of a newer version
+    Happens: `Plan.from_json` raises ValueError and names the format found
+    Kept: nothing has run
+    """
     with pytest.raises(ValueError, match=words):
         Plan.from_json(text)

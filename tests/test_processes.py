@@ -31,6 +31,12 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_train_kill_resume_with_other_process_counts(uninterrupted, tmp_path):
+    """Killed while a step runs.
+
+    Fault: one of several processes is killed while a step runs
+    Happens: the others end with an error within a minute; none hangs
+    Kept: the last checkpoint; 4, 2 or 1 processes go on from it as if nothing had been
+    """
     result = tmp_path / "result.npz"
     arguments = dict(store=str(tmp_path / "store"), result=str(result))
     # The last of two processes dies in step 2, when step 1 is saved.
@@ -53,6 +59,12 @@ def test_train_kill_resume_with_other_process_counts(uninterrupted, tmp_path):
 
 
 def test_a_kill_during_a_save_keeps_the_checkpoint_before(uninterrupted, tmp_path):
+    """Killed while a checkpoint is written.
+
+    Fault: the process is killed while it writes a checkpoint
+    Happens: the next run starts from the checkpoint before
+    Kept: that checkpoint, bit for bit
+    """
     result = tmp_path / "result.npz"
     arguments = dict(store=str(tmp_path / "store"), result=str(result), stop=4)
     (killed,) = run_processes(1, "train", tmp_path, die_in_save=3, **arguments)
