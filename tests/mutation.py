@@ -23,7 +23,8 @@ from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
 ROOT = pathlib.Path(__file__).parents[1]
 PLANNING = (
-    "tests/test_planning_milp.py tests/test_planning.py tests/test_planning_branches.py "
+    "tests/test_planning_packing.py tests/test_planning_milp.py tests/test_planning.py "
+    "tests/test_planning_branches.py "
     "-k 'not fixture and not two_processes and not real_models'"
 )
 EXCHANGE = "tests/test_exchange.py tests/test_split.py"
