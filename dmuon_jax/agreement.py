@@ -5,6 +5,7 @@ at the first collective in which they differ.
 """
 
 import hashlib
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,15 +31,32 @@ def must_agree(arrays: Iterable[Any], mesh: AnyMesh | None) -> bool:
     return 1 < jax.process_count() == len(processes)
 
 
+def versions() -> str:
+    """The version of jax, and a hash of this package's sources."""
+    package = pathlib.Path(__file__).parent
+    sources = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        sources.update(path.relative_to(package).as_posix().encode())
+        sources.update(path.read_bytes())
+    return f"jax {jax.__version__}, dmuon_jax {sources.hexdigest()}"
+
+
 def check_agreement(facts: Mapping[str, str]) -> None:
-    """Compares texts over all processes; each process must call it with the same names.
+    """Compares versions, then texts, over all processes.
 
     Args:
-      facts: what must be equal, by name, causes before what follows from them.
+      facts: what must be equal, by name, causes before what follows from them. Processes
+        of one version must give the same names.
 
     Raises:
       ValueError: on every process, with the first name that differs and where.
     """
+    # Alone and first: another version may have other facts to compare.
+    compare({"versions of dmuon_jax or jax": versions()})
+    compare(facts)
+
+
+def compare(facts: Mapping[str, str]) -> None:
     own = [hashlib.sha256(text.encode()).digest() for text in facts.values()]
     own = np.stack([np.frombuffer(digest, np.uint8) for digest in own])
     everywhere = np.asarray(multihost_utils.process_allgather(own))

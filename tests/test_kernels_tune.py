@@ -15,6 +15,7 @@ from dmuon_jax.kernels.tiles import ChainConfig, TileConfig
 from tests import kernel_cases as cases
 
 PROBLEM = Problem("gram", 2, 60, 100, "float16")
+TILE = "d[slot, rows, columns] = tile\n"
 CANDIDATE = Choice(INTERPRETED, TileConfig(64, 64, num_warps=4), "candidate")
 
 
@@ -61,12 +62,20 @@ def test_a_right_and_slower_candidate_loses(quick):
     ("old", "new", "failure"),
     [
         ("= tile.T", "= tile", "error must be at most"),
+        (TILE, TILE.replace("tile", "1.05 * tile"), "error must be at most"),
+        (TILE, TILE.replace("tile", "tile * jnp.nan"), "error must be at most"),
         ("pl.when(valid[slot] == 0)", "pl.when(valid[slot] == 2)", "EMPTY slot"),
         ("d[slot, columns, rows] = tile.T", "raise ValueError('no')", "ValueError: no"),
     ],
-    ids=["wrong values", "EMPTY slots not zeroed", "does not compile"],
+    ids=["transposed", "5 % off", "NaN", "EMPTY slots not zeroed", "does not compile"],
 )
 def test_a_wrong_candidate_cannot_win(quick, monkeypatch, old, new, failure):
+    """However fast it is.
+
+    Fault: a kernel does not compile, returns NaN, is 5 % off or transposes a tile
+    Happens: tuning compares it with float64, reports it and chooses XLA
+    Kept: the measurements of the others
+    """
     wrong = cases.faulty(pallas_triton, old, new)
     monkeypatch.setattr(pallas_triton, "gram", wrong.gram)
     xla, other = tune.measure(dataclasses.replace(PROBLEM, rows=100), [CANDIDATE])
