@@ -5,7 +5,7 @@ at the first collective in which they differ.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -50,3 +50,26 @@ def check_agreement(facts: Mapping[str, str]) -> None:
                 f"{', '.join(map(str, others))} than on process 0: give each the same "
                 "versions, options and costs, or one plan= made beforehand"
             )
+
+
+def from_first_process(make: Callable[[], str]) -> str:
+    """What ``make`` gives on process 0, on every process; each must call this.
+
+    Raises:
+      RuntimeError: on the others, where ``make`` failed on process 0: no one waits.
+    """
+    text = ""
+    try:
+        if jax.process_index() == 0:
+            text = make()
+    finally:
+        own = np.frombuffer(text.encode(), np.uint8)
+        size = multihost_utils.broadcast_one_to_all(np.int32(own.size))
+        own = own if jax.process_index() == 0 else np.zeros(int(size), np.uint8)
+        text = ""
+        if size:
+            everywhere = multihost_utils.broadcast_one_to_all(own)
+            text = np.asarray(everywhere).tobytes().decode()
+    if not text:
+        raise RuntimeError("process 0 failed, see its error; this one depends on it")
+    return text

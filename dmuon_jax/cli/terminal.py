@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 import threading
@@ -52,6 +53,19 @@ class Terminal:
         print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
+    def logs(self) -> Iterator[None]:
+        """Notes what the package logs, progress included."""
+        log = logging.getLogger("dmuon_jax")
+        handler, level = NoteHandler(self), log.level
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+
+    @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Says every second how long ``what`` goes on, once it takes long."""
         done = threading.Event()
@@ -78,6 +92,17 @@ class Terminal:
         finally:
             done.set()
             ticker.join()
+
+
+class NoteHandler(logging.Handler):
+    """Writes log records as notes."""
+
+    def __init__(self, terminal: Terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.terminal.note(record.getMessage())
 
 
 def table(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
