@@ -9,10 +9,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from dmuon_jax.shardings import AnyMesh
+
+
+def is_abstract(arrays: Iterable[Any]) -> bool:
+    """Whether arrays are traced or mere shapes, or a trace is under way around them."""
+    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
+        return True
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def must_agree(arrays: Iterable[Any], mesh: AnyMesh | None) -> bool:
@@ -23,7 +31,7 @@ def must_agree(arrays: Iterable[Any], mesh: AnyMesh | None) -> bool:
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         return False
-    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
+    if is_abstract(arrays):
         return False
     processes = {device.process_index for device in mesh.devices.flat}
     return 1 < jax.process_count() == len(processes)

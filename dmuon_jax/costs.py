@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-from dmuon_jax.agreement import from_first_process
+from dmuon_jax.agreement import from_first_process, is_abstract
 from dmuon_jax.kernels.records import Cache, cache_directory
 from dmuon_jax.matrices import Axes, Leaf
 from dmuon_jax.measure import BUDGET_S, default_device, measure_costs
@@ -73,7 +73,7 @@ def how_to_measure(
 
 def obstacle(arrays: Iterable[Any], mesh: AnyMesh | None) -> str:
     """Why nothing can be measured for ``arrays`` now; "" if it can."""
-    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
+    if is_abstract(arrays):
         return "the arrays are traced or abstract"
     if mesh is None:
         return ""

@@ -122,7 +122,7 @@ def dmuon(
         several processes the first one measures and all use its table), "roofline" of the
         kind of device, ``Measured(cache=..., budget_s=...)``, a table from
         ``measure_costs``, or any cost model (hashable, with a ``repr`` that tells all). None:
-        an eager ``init`` on GPU or TPU measures, up to a minute once per machine, elsewhere
+        an eager ``init`` on GPU or TPU measures (once, in a budget of a minute), elsewhere
         and in a trace a roofline. "measured" needs an eager ``init`` before any trace; with
         ``inject_hyperparams``, whose inner transforms forget, pass a table or ``plan``.
       restarts: steps (0-based) before which the Gram form starts afresh, as

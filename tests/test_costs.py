@@ -86,8 +86,7 @@ def test_an_eager_init_measures_once_and_all_updates_use_it(timer, plans, kind):
     }
     assert {path.steps for _, path, _ in timer} == {3}
     assert {device for _, _, device in timer} == {jax.devices()[0]}
-    jax.jit(tx.update)(params, state, params)
-    tx.update(params, state, params)
+    jax.eval_shape(tx.update, params, state, params)
     tx.init(params)
     assert len(timer) == number and len(set(plans)) == 1
     assert methods(plans[0]) == {"gram"} and "measured on cpu" in plans[0].costs
@@ -109,7 +108,7 @@ def test_nothing_is_measured_on_a_cpu_unless_it_is_asked_for(timer, plans):
     params = arrays()
     for options in ({}, {"costs": "roofline"}, {"costs": Prefer("direct")}):
         tx = dmuon(0.1, **options)
-        jax.jit(tx.update)(params, tx.init(params), params)
+        jax.eval_shape(tx.update, params, tx.init(params), params)
         plan_owners(params, **options)
     assert timer == []
     assert [plans[i].costs for i in (0, 2, 4)] == [
@@ -125,11 +124,13 @@ def test_where_measuring_is_the_default_only_an_eager_init_does_it(
     monkeypatch.setattr(costs_module, "MEASURED_BY_DEFAULT", ("cpu",))
     params = arrays()
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    traced = dmuon(0.1, param_shardings=shardings)
+    traced = dmuon(0.1, ns_steps=1, param_shardings=shardings)
     state = jax.jit(traced.init)(params)
-    jax.eval_shape(traced.init, params)
-    traced.update(params, state, params)
-    orthogonalize(params)
+    jax.eval_shape(traced.update, params, state, params)
+    one = {"a": np.ones((16, 16), np.float32)}
+    eager = dmuon(0.1, ns_steps=1)
+    eager.update(one, jax.jit(eager.init)(one), one)
+    orthogonalize(one, ns_steps=1)
     plan_owners(params)
     dmuon(0.1, plan=plan_owners(params)).init(params)
     dmuon(0.1, costs="roofline").init(params)
@@ -137,8 +138,9 @@ def test_where_measuring_is_the_default_only_an_eager_init_does_it(
     assert timer == [] and all(methods(plan) == {"direct"} for plan in plans)
     traced.init(params)
     assert len(timer) == 4 and methods(plans[-1]) == {"gram"}
-    jax.jit(traced.update)(params, state, params)
-    assert plans[-1] == plans[-2]
+    number = len(plans)
+    jax.eval_shape(lambda *args: traced.update(*args), params, state, params)
+    assert len(plans) == number + 1 and plans[-1] == plans[-2]
 
 
 def test_measuring_is_refused_in_a_trace_that_nothing_preceded(timer):
@@ -156,13 +158,27 @@ def test_measuring_is_refused_in_a_trace_that_nothing_preceded(timer):
     assert timer == []
 
 
+def test_nothing_is_measured_around_arrays_that_a_trace_closes_over(timer, monkeypatch):
+    params = arrays(AxisType.Explicit)
+    with pytest.raises(ValueError, match="costs must be measured beforehand"):
+        jax.jit(lambda: dmuon(0.1, costs=OFF).init(params))()
+    monkeypatch.setattr(costs_module, "MEASURED_BY_DEFAULT", ("cpu",))
+    jax.jit(lambda: dmuon(0.1).init(params))()
+    assert timer == []
+
+
+def test_without_matrices_there_is_nothing_to_measure(timer):
+    dmuon(0.1, costs="measured").init({"bias": np.zeros(3, np.float32)})
+    assert timer == []
+
+
 def test_a_table_measured_beforehand_is_used_in_a_trace(timer, plans):
     params = arrays(AxisType.Explicit)
     table = measure_costs(plan_owners(params), cache=False)
     number = len(timer)
     tx = optax.inject_hyperparams(functools.partial(dmuon, costs=table))(0.1)
     state = tx.init(params)
-    jax.jit(tx.update)(params, state, params)
+    jax.eval_shape(tx.update, params, state, params)
     assert len(timer) == number and len(set(plans)) == 1
     assert methods(plans[0]) == {"gram"} and plans[0].costs == table.about
 
@@ -184,7 +200,7 @@ def test_plan_owners_measures_where_it_is_told_to(timer):
 
 
 def test_orthogonalize_measures_where_it_is_told_to(timer, plans):
-    orthogonalize(arrays(), costs=OFF)
+    orthogonalize({"a": np.ones((16, 16), np.float32)}, ns_steps=1, costs=OFF)
     assert len(timer) == 4 and methods(plans[0]) == {"gram"}
 
 

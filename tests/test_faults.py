@@ -149,6 +149,40 @@ FAULTS = {
         "test_fuzz.test_damaged_plans_are_refused_or_harmless",
         "test_fuzz.test_foreign_and_future_plans_are_refused",
     ],
+    "damaged or foreign cache": [
+        "test_records.test_damaged_and_foreign_entries_are_ignored_and_replaced",
+        "test_records.test_every_truncation_is_seen",
+        "test_measure.test_damaged_entries_cost_one_warning_and_are_timed_again",
+        "test_kernels_tune.test_a_damaged_table_costs_one_warning_and_is_measured_anew",
+    ],
+    "cache that cannot be written": [
+        "test_records.test_a_full_disk_is_said_once_and_loses_nothing",
+        "test_records.test_a_disk_that_is_really_full",
+        "test_records.test_a_home_that_is_really_read_only",
+        "test_records.test_a_limit_on_file_sizes_costs_one_warning",
+        "test_measure.test_a_cache_that_cannot_be_written_costs_one_warning",
+        "test_kernels_tune.test_a_table_that_cannot_be_written_costs_one_warning",
+    ],
+    "many processes write the cache": [
+        "test_records.test_many_processes_write_and_read_one_folder",
+        "test_kernels_tune.test_what_others_measured_meanwhile_is_kept",
+    ],
+    "killed while writing the cache": [
+        "test_records.test_a_kill_in_the_middle_of_a_write_leaves_a_whole_entry_or_none"
+    ],
+    "killed while measuring": [
+        "test_measure.test_a_kill_while_measuring_keeps_what_was_done",
+        "test_costs.test_a_kill_of_the_measuring_process_ends_the_others",
+    ],
+    "out of memory or time while measuring": [
+        "test_measure.test_what_does_not_fit_into_memory_is_scaled_and_said",
+        "test_measure.test_time_that_runs_out_leaves_the_scaled_roofline",
+    ],
+    "processes measure otherwise": [
+        "test_costs.test_two_processes_use_the_first_ones_table",
+        "test_costs.test_no_process_waits_for_one_that_cannot_measure",
+        "test_costs.test_processes_that_would_not_all_measure_are_told_so",
+    ],
     "wrong kernels": [
         "test_kernels_tune.test_a_wrong_candidate_cannot_win",
         "test_kernels_triton.test_planted_faults_are_caught",
