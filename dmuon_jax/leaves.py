@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmuon_jax.costs import Measured
+from dmuon_jax.dtypes import dtype_name
 from dmuon_jax.matrices import Leaf, MeshShape, Spec
-from dmuon_jax.options import OwnerOptions, dtype_name
+from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
+from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.cost import RooflineCost
 from dmuon_jax.planning.devices import axis_bandwidths, device_of_kind
 from dmuon_jax.shardings import (
@@ -125,9 +128,13 @@ def momentum_spec(
 
 
 def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
-    """Planning settings for the devices of ``mesh``."""
+    """Planning settings for the devices of ``mesh``: by a roofline, or by given costs.
+
+    With ``owner_axes="auto"`` they name all axes.
+    """
     shape = mesh_shape(mesh)
-    owner_axes = shape.names if options.owner_axes is None else options.owner_axes
+    named = options.owner_axes not in (None, AUTO)
+    owner_axes = options.owner_axes if named else shape.names
     unknown = sorted(set(owner_axes) - set(shape.names))
     if unknown and mesh is not None:
         raise ValueError(
@@ -138,9 +145,12 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
     if platform not in COMPUTE_DTYPE:
         platform = "cpu"  # whose defaults are the careful ones
     compute_dtype = dtype_name("compute_dtype", options.compute_dtype)
+    cost = options.costs
+    if cost is None or isinstance(cost, str | Measured):
+        cost = RooflineCost(device, compute_dtype or COMPUTE_DTYPE[platform])
     return Settings(
         owner_axes=shape.ordered(owner_axes),
-        cost=RooflineCost(device, compute_dtype or COMPUTE_DTYPE[platform]),
+        cost=cost,
         platform=platform,
         exchange_dtype=dtype_name("exchange_dtype", options.exchange_dtype),
         compute_dtype=compute_dtype,
@@ -149,6 +159,7 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
             device, tuple(zip(shape.names, shape.sizes, strict=True))
         ),
         max_wave_bytes=options.max_wave_bytes,
+        max_owner_bytes=options.max_owner_bytes,
     )
 
 

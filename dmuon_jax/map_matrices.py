@@ -73,7 +73,8 @@ def orthogonalize(
       restarts: as for ``dmuon``.
       weight_dimension_numbers: as ``muon_weight_dimension_numbers`` of ``dmuon``.
       **options: ``plan``, ``param_shardings``, ``compute_dtype``, ``exchange_dtype``,
-        ``method``, ``implementation``, ``owner_axes``: as for ``dmuon``.
+        ``method``, ``implementation``, ``owner_axes``, ``costs`` (measured only where named):
+        as for ``dmuon``.
 
     Returns:
       A tree like ``tree``: shapes, dtypes and shardings.

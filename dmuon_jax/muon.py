@@ -1,12 +1,13 @@
 """``dmuon``: Muon for matrices, AdamW for the rest. Mirrors ``optax.contrib.muon``."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.costs import Costs
 from dmuon_jax.decay import add_cautious_decayed_weights
 from dmuon_jax.paths import by_path
 from dmuon_jax.place_state import place_state
@@ -46,8 +47,10 @@ def dmuon(
     exchange_dtype: jax.typing.DTypeLike | None = None,
     method: Method | None = None,
     implementation: str | None = None,
-    owner_axes: tuple[str, ...] | None = None,
+    owner_axes: tuple[str, ...] | Literal["auto"] | None = None,
     max_wave_bytes: int | None = None,
+    max_owner_bytes: int | None = None,
+    costs: Costs = None,
     restarts: tuple[int, ...] | None = None,
     bias_correction: bool = True,
     sign_momentum: bool = False,
@@ -109,10 +112,20 @@ def dmuon(
       method: "direct" or "gram"; None: what the planner finds faster for each shape.
       implementation: "xla", "pallas", or None for the fastest that runs here.
       owner_axes: mesh axes over which owners are spread; along the others the iteration is
-        repeated. None: all.
+        repeated. None: all. "auto": the choice whose iterations and exchange take least
+        time, a plan for each being made; the plan lists the others.
       max_wave_bytes: limit on the whole matrices (in float32) that a device holds at a
         time; leaves are then worked through in waves, two at most under way. None: no
         limit.
+      max_owner_bytes: limit on the matrices that an owner gets, of all waves together, in
+        bytes of the exchange dtype; plans above it are not made. None: no limit.
+      costs: what owners' work takes: "measured" on this device (by ``measure_costs``; on
+        several processes the first one measures and all use its table), "roofline" of the
+        kind of device, ``Measured(cache=..., budget_s=...)``, a table from
+        ``measure_costs``, or any cost model (hashable, with a ``repr`` that tells all). None:
+        an eager ``init`` on GPU or TPU measures (once, in a budget of a minute), elsewhere
+        and in a trace a roofline. "measured" needs an eager ``init`` before any trace; with
+        ``inject_hyperparams``, whose inner transforms forget, pass a table or ``plan``.
       restarts: steps (0-based) before which the Gram form starts afresh, as
         ``restarts.choose_restarts`` finds them for a table. None: 2, 5, 8 and so on.
       bias_correction: whether the momentum is bias-corrected, as in optax. Without it the
@@ -178,6 +191,8 @@ def dmuon(
             implementation=implementation,
             owner_axes=owner_axes,
             max_wave_bytes=max_wave_bytes,
+            max_owner_bytes=max_owner_bytes,
+            costs=costs,
             restarts=restarts,
             bias_correction=bias_correction,
             sign_momentum=sign_momentum,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from optax.contrib import MuonState
 
 from dmuon_jax.apply_plan import apply_plan, cross, on_specs
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.costs import Costs
 from dmuon_jax.find_plan import Found, PlanFinder
 from dmuon_jax.gram import check_restarts
 from dmuon_jax.memory import like, to_device, to_host
@@ -25,6 +26,7 @@ from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import constrain, given_shardings, lookup, partition_spec
 from dmuon_jax.tree_checks import check_momentum
+from dmuon_jax.update_time import UpdatePath
 
 
 def scale_by_dmuon(
@@ -45,8 +47,10 @@ def scale_by_dmuon(
     exchange_dtype: jax.typing.DTypeLike | None = None,
     method: Method | None = None,
     implementation: str | None = None,
-    owner_axes: tuple[str, ...] | None = None,
+    owner_axes: tuple[str, ...] | Literal["auto"] | None = None,
     max_wave_bytes: int | None = None,
+    max_owner_bytes: int | None = None,
+    costs: Costs = None,
     restarts: tuple[int, ...] | None = None,
     bias_correction: bool = True,
     sign_momentum: bool = False,
@@ -77,6 +81,8 @@ def scale_by_dmuon(
       implementation: see ``dmuon``.
       owner_axes: see ``dmuon``.
       max_wave_bytes: see ``dmuon``.
+      max_owner_bytes: see ``dmuon``.
+      costs: see ``dmuon``.
       restarts: see ``dmuon``.
       bias_correction: see ``dmuon``.
       sign_momentum: see ``dmuon``.
@@ -97,20 +103,29 @@ def scale_by_dmuon(
         implementation=implementation,
         owner_axes=owner_axes,
         max_wave_bytes=max_wave_bytes,
+        max_owner_bytes=max_owner_bytes,
+        costs=costs,
     )
     check_arguments(ns_steps, beta, eps, preconditioning)
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
-    check_restarts(restarts, number_of_steps(ns_coeffs, ns_steps))
+    number = number_of_steps(ns_coeffs, ns_steps)
+    check_restarts(restarts, number)
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
-    finder = PlanFinder(options)
+    path = UpdatePath(
+        steps=5 if number is None else number,
+        preconditioning=preconditioning,
+        restarts=restarts,
+        implementation=implementation,
+    )
+    finder = PlanFinder(options, path)
 
-    def find(tree):
-        return finder.find(*matrices_of(tree, weight_dimension_numbers))
+    def find(tree, at_init=False):
+        return finder.find(*matrices_of(tree, weight_dimension_numbers), at_init)
 
     def init_fn(params):
         return MuonState(
             count=jnp.zeros([], jnp.int32),
-            mu=init_momentum(params, find(params), mu_dtype, options),
+            mu=init_momentum(params, find(params, True), mu_dtype, options),
             ns_coeffs=jnp.asarray(ns_coeffs),
         )
 

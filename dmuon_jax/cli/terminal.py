@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 import threading
@@ -54,6 +55,19 @@ class Terminal:
         print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
+    def logs(self) -> Iterator[None]:
+        """Notes what the package logs, progress included."""
+        log = logging.getLogger("dmuon_jax")
+        handler, level = NoteHandler(self), log.level
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+
+    @contextlib.contextmanager
     def waiting(self, what: str, total: int = 0) -> Iterator[Callable[[], None]]:
         """Shows how long ``what`` goes on, once it takes long.
 
@@ -97,6 +111,17 @@ def bar(done: int, total: int, width: int = 20) -> str:
         return ""
     filled = width * done // total
     return f" [{'#' * filled}{'-' * (width - filled)}] {done}/{total}"
+
+
+class NoteHandler(logging.Handler):
+    """Writes log records as notes."""
+
+    def __init__(self, terminal: Terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.terminal.note(record.getMessage())
 
 
 def table(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
