@@ -25,7 +25,7 @@ EXCHANGE_SCOPES = ("to_owners", "from_owners")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One optimizer's step: how long it took to compile, and what it does."""
+    """One optimizer's step: CPU seconds it took to compile, and what it does."""
 
     optimizer: str
     compile_s: float
@@ -100,7 +100,7 @@ class Simulation:
                 "ratio",
                 "exposed ms",
                 "GiB",
-                "compile s",
+                "compile CPU s",
                 "adds most",
             )
         ]
