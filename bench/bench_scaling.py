@@ -37,6 +37,8 @@ PUBLISHED = (
 DENSE = (*PUBLISHED, "qwen3-32b")
 EXPERTS = ("moonlight-16b-a3b",)
 MODELS = (*DENSE, *EXPERTS)
+# Where a tower's width does not divide by more; the rest are replicas.
+MOST_SHARDS = {"pi0": 128, "wall-x": 128}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Case:
 
     Attributes:
       model: name of a workload.
-      layout: "fsdp" over all devices; "hsdp" is FSDP in a node, replicated over nodes;
+      layout: "fsdp" over all devices (`MOST_SHARDS` apart); "hsdp" is FSDP in a node, replicated over nodes;
         "experts" is FSDP with the experts of a layer spread over the devices of a node.
       devices: how many.
       clip: whether gradients are clipped by their global norm.
@@ -64,6 +66,9 @@ class Case:
             return {"data": self.devices // PER_NODE, "fsdp": PER_NODE}
         if self.layout == "experts":
             return {"fsdp": self.devices // PER_NODE, "expert": PER_NODE}
+        shards = min(self.devices, MOST_SHARDS.get(self.model, self.devices))
+        if shards < self.devices:
+            return {"data": self.devices // shards, "fsdp": shards}
         return {"fsdp": self.devices}
 
 
