@@ -33,8 +33,10 @@ OPTIMIZERS = ("adamw", "muon", "dmuon", "dmuon-local")
 SHARD_AXES = ("fsdp", "expert")
 # Channels of a head that cuDNN's fused attention takes on every GPU.
 MOST_CHANNELS = 128
-# What users of large clusters set; the same for every optimizer.
+# What users of large clusters set, the same for every optimizer; and no search for tiles,
+# which gives the same program where there is no device to search on, but takes longer.
 GPU_OPTIONS = {
+    "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
