@@ -12,11 +12,12 @@ from dmuon_jax.planning.devices import DEVICES
 from dmuon_jax.planning.estimate import estimate
 from dmuon_jax.proof.models import model_named
 from dmuon_jax.proof.simulate import simulate
+from dmuon_jax.proof.steps import OPTIMIZERS
 
-OPTIMIZERS = ("adamw", "muon", "dmuon")
 EXAMPLES = """examples:
   dmuon-jax simulate --model qwen2.5-1.5b --mesh fsdp=8
   dmuon-jax simulate --model llama-3.1-8b --mesh data=16,fsdp=8 --seq 4096
+  dmuon-jax simulate --model moonlight-16b-a3b --mesh fsdp=8,expert=8
 """
 
 
@@ -48,8 +49,9 @@ def add_parser(commands) -> None:
         "--optimizers",
         nargs="+",
         choices=OPTIMIZERS,
-        default=OPTIMIZERS,
-        help="ratios are to the first (default: all)",
+        default=OPTIMIZERS[:3],
+        help="ratios are to the first; dmuon-local repeats the work of an owner on every "
+        "replica (default: adamw muon dmuon)",
     )
     add("--no-clip", action="store_true", help="no clipping by the global norm")
     add_json(parser)

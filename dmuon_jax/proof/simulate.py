@@ -21,10 +21,12 @@ from dmuon_jax.proof.steps import Cluster, compile_step
 from dmuon_jax.proof.timeline import Timeline
 from dmuon_jax.proof.topology import compile_devices
 
+EXCHANGE_SCOPES = ("to_owners", "from_owners")
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One optimizer's step: how long it took to compile, and what it does."""
+    """One optimizer's step: CPU seconds it took to compile, and what it does."""
 
     optimizer: str
     compile_s: float
@@ -36,6 +38,19 @@ class Run:
         if self.audit.timeline is None:
             raise ValueError(f"the audit of {self.optimizer} must have a device")
         return self.audit.timeline
+
+    def exchange_us(self) -> dict[str, float]:
+        """What the all-to-alls and gathers of owners take, and what of it is exposed."""
+        events = [
+            event
+            for event in self.timeline.events
+            if event.lane == "communication"
+            and any(scope in event.op_name for scope in EXCHANGE_SCOPES)
+        ]
+        return {
+            "total": sum(event.duration_us * event.times for event in events),
+            "exposed": sum(event.exposed_us * event.times for event in events),
+        }
 
     def split_us(self) -> dict[str, float]:
         """Step time by what it is spent on."""
@@ -93,7 +108,7 @@ class Simulation:
                 "ratio",
                 "exposed ms",
                 "GiB",
-                "compile s",
+                "compile CPU s",
                 "adds most",
             )
         ]
@@ -125,6 +140,7 @@ class Simulation:
                 "step_us": run.audit.step_us,
                 "ratio": self.ratio(run),
                 "split_us": run.split_us(),
+                "exchange_us": run.exchange_us(),
                 "peak_bytes": run.audit.peak_bytes,
                 "dot_flops": run.audit.dot_flops,
                 "collectives": len(run.audit.collectives),
