@@ -1,7 +1,8 @@
 """The exchange: blocks of leaves to whole parcels on owners, and back.
 
-Runs inside ``jax.shard_map``. The only module that calls collectives: for each exchange
-group at most one all-to-all and one all-gather each way (the table is in ``layout.py``).
+Runs inside ``jax.shard_map``. The only module that calls collectives: for each part of an
+exchange group at most one all-to-all and one all-gather each way (the table is in
+``layout.py``).
 
 Array dimensions here are ``[one per mesh axis ..., slot, block ...]``; the names of the
 leading ones are carried beside the array.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dmuon_jax.layout import LeafLayout, Side
+from dmuon_jax.layout import Layout, LeafLayout, Side
 from dmuon_jax.matrices import Axes
 from dmuon_jax.scales import power_of_two
 
@@ -23,25 +24,27 @@ def to_owners(
     blocks: Sequence[jax.Array],
     leaves: Sequence[LeafLayout],
     counts: Sequence[int],
+    slots: slice,
     dtype: str,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Brings the parcels of one exchange group whole to their owners.
+    """Brings parcels of one exchange group whole to their owners.
 
     Args:
       blocks: the local block of each leaf, in the momentum's sharding.
       leaves: their layouts, equal but for batch dimensions.
       counts: parcels on each free owner.
+      slots: which of the owners' slots, ``max(counts)`` in all.
       dtype: dtype in which blocks travel.
 
     Returns:
-      ``x`` ``[max(counts), fan_in, fan_out]``, this device's slots, EMPTY ones zero; and
-      either None or int32 exponents ``e`` ``[max(counts), 1, 1]``: the parcels are then
+      ``x`` ``[slots, fan_in, fan_out]``, those of this device, EMPTY ones zero; and
+      either None or int32 exponents ``e`` ``[slots, 1, 1]``: the parcels are then
       ``x * 2^e``, with the largest entry of each x in [1/2, 1).
     """
     layout = leaves[0].layout
     side = layout.side("in")
     packed = [pack(x, leaf) for x, leaf in zip(blocks, leaves, strict=True)]
-    x = spread(jnp.concatenate(packed, axis=1), counts)
+    x = spread(jnp.concatenate(packed, axis=1), counts)[:, :, slots]
     names = layout.forced_out + layout.free
     x = x.reshape(*sizes(side, names), *x.shape[2:])
     x = reorder(x, names, side.sliced + side.exchanged)
@@ -55,21 +58,17 @@ def to_owners(
     return join(x, side), exponent
 
 
-def from_owners(
-    parcels: jax.Array,
-    leaves: Sequence[LeafLayout],
-    counts: Sequence[int],
-    dtype: str,
-) -> list[jax.Array]:
-    """Returns each leaf's block, in the parameter's sharding: undoes ``to_owners``.
+def from_owners(parcels: jax.Array, layout: Layout, dtype: str) -> jax.Array:
+    """Brings blocks of parcels from their owners to where the parameter has them.
 
     Args:
-      parcels: ``[max(counts), fan_in, fan_out]``, this device's slots.
-      leaves: layouts of the group's leaves.
-      counts: parcels on each free owner.
+      parcels: ``[slots, fan_in, fan_out]``, some of this device's slots.
+      layout: the layout of their group.
       dtype: dtype in which blocks travel.
+
+    Returns:
+      ``[forced, owner, slot, *block]``: what ``unpack_all`` takes.
     """
-    layout = leaves[0].layout
     side = layout.side("out")
     x = take_own(split(parcels, side), side.sliced, side)
 
@@ -83,8 +82,20 @@ def from_owners(
     names = layout.forced_in + layout.free
     x = reorder(x, side.gathered + side.exchanged, names)
     forced = side.mesh.size(layout.forced_in)
-    x = x.reshape(forced, layout.num_owners, *x.shape[len(names) :])
-    x = collect(x, counts)
+    return x.reshape(forced, layout.num_owners, *x.shape[len(names) :])
+
+
+def unpack_all(
+    parts: Sequence[jax.Array], leaves: Sequence[LeafLayout], counts: Sequence[int]
+) -> list[jax.Array]:
+    """Each leaf's block, in the parameter's sharding: undoes ``to_owners``.
+
+    Args:
+      parts: what ``from_owners`` gives, all slots of the group in order.
+      leaves: layouts of the group's leaves.
+      counts: parcels on each free owner.
+    """
+    x = collect(jnp.concatenate(parts, axis=2), counts)
     ends = list(itertools.accumulate(leaf.core for leaf in leaves))
     parts = jnp.split(x, ends[:-1], axis=1)
     return [unpack(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
