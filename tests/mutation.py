@@ -18,8 +18,9 @@ import time
 
 from cosmic_ray.commands import init
 from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.testing import run_tests
 from cosmic_ray.work_db import use_db
-from cosmic_ray.work_item import WorkerOutcome, WorkResult
+from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
 ROOT = pathlib.Path(__file__).parents[1]
 PLANNING = (
@@ -40,16 +41,22 @@ TESTS = {
 }
 """What is mutated, and the tests that run on it."""
 
-# Annotations are full of "|", which nothing evaluates to anything that matters.
-POINTLESS = ("core/ReplaceBinaryOperator_BitOr_",)
+# Annotations are full of "|", where any other operator is an error at once.
+# "is" equals "==" for small integers.
+POINTLESS = (
+    "core/ReplaceBinaryOperator_BitOr_",
+    "core/ReplaceComparisonOperator_Eq_Is",
+    "core/ReplaceComparisonOperator_NotEq_IsNot",
+)
 LIMIT_S = 150.0
 """A mutant whose tests run on for longer counts as seen: some loop for ever."""
 
 
 def copy_tree(folder: pathlib.Path) -> None:
-    """The files under version control, as they are now."""
+    """Copies the files that git does not ignore, as they are now."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        command, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     for name in names:
         if (ROOT / name).is_file():
@@ -74,14 +81,21 @@ def draw(db, count: int, seed: int) -> None:
     print(f"{len(kept)} of {len(places)} places drawn", flush=True)
 
 
-def run(db, deadline: float) -> None:
-    """Tests the mutants that have no result yet."""
-    for item in db.pending_work_items:
+def command(tests: str) -> str:
+    return f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
+
+
+def run(db, items, deadline: float) -> None:
+    """Tests mutants, after the program without a fault."""
+    for tests in dict.fromkeys(TESTS.values()):
+        outcome, output = run_tests(command(tests), LIMIT_S)
+        if outcome != TestOutcome.SURVIVED:
+            sys.exit(f"the tests must pass without a mutant, got\n{output}")
+    for item in items:
         if time.monotonic() > deadline:
             return
         path = str(item.mutations[0].module_path)
-        command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {TESTS[path]}"
-        result = mutate_and_test(item.mutations, command, LIMIT_S)
+        result = mutate_and_test(item.mutations, command(TESTS[path]), LIMIT_S)
         db.set_result(item.job_id, result)
         print(path, item.mutations[0].start_pos, result.test_outcome, flush=True)
 
@@ -105,6 +119,7 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build/mutation")
+    parser.add_argument("--again", action="store_true", help="test survivors again")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
@@ -115,7 +130,11 @@ def main() -> None:
     with use_db("session.sqlite") as db:
         if fresh:
             draw(db, options.mutants, options.seed)
-        run(db, deadline)
+        items = db.pending_work_items
+        if options.again:
+            done = db.completed_work_items
+            items = [x for x, y in done if y.test_outcome == TestOutcome.SURVIVED]
+        run(db, items, deadline)
         report(db)
 
 

@@ -41,7 +41,9 @@ def read(kind: type[Read], value: Any, where: str) -> Read:
         if arguments[-1] is Ellipsis:
             arguments = arguments[:1] * len(value)
         if len(value) != len(arguments):
-            raise ValueError(f"{where} must have {len(arguments)} entries, got {value!r}")
+            raise ValueError(
+                f"{where} must have {len(arguments)} entries, got {value!r}"
+            )
         items = zip(arguments, value, strict=True)
         return tuple(read(t, x, f"{where}[{i}]") for i, (t, x) in enumerate(items))
     if origin is typing.Literal:
