@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dmuon_jax.planning.bounds import lower_bound
-from dmuon_jax.planning.greedy import even_counts, greedy_counts
+from dmuon_jax.planning.greedy import balance, even_counts, greedy_counts
 from dmuon_jax.planning.model import build_model
 from dmuon_jax.planning.packing import family_packing, relaxed_packing
 from dmuon_jax.planning.problem import Problem, Task
@@ -259,6 +259,24 @@ def test_what_is_left_over_goes_where_the_other_loads_are_smallest():
     table = model.best_table()
     assert even_by_load(model, table, counts, 1).tolist() == [2, 1, 2]
     assert even_by_load(model, table, counts, 0).tolist() == [1, 1, 0]
+
+
+def test_parcels_are_swapped_where_no_move_helps():
+    shapes = ((1, 2), (1, 3), (1, 4), (1, 5))
+    cost = cases.PowerCost(tuple(zip(shapes, (8.0, 7.0, 6.0, 4.0), strict=True)))
+    tasks = tuple(Task(str(s), 1, ("x",), (s,)) for s in shapes)
+    model = build_model(Problem((("x", 2),), tasks, cost, ("direct",)))
+    table = model.best_table()
+    start = counts_of((1, 0), (1, 0), (0, 1), (0, 1))
+    assert model.loads(start, table).tolist() == [15_000_000, 10_000_000]
+    better = balance(model, table, start, model.max_slots)
+    assert sorted(model.loads(better, table).tolist()) == [12_000_000, 13_000_000]
+    # Not where a plan may not be: here the first must stay where it is.
+    kept = balance(
+        model, table, start, model.max_slots, lambda counts: counts[0][0] == 1
+    )
+    assert kept[0].tolist() == [1, 0]
+    assert model.makespan(kept, table) == 13_000_000
 
 
 def test_owners_are_sorted_by_what_they_take():
