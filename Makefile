@@ -2,7 +2,7 @@
 # make test    runs the tests
 # make test-oldest    runs the core's tests with the oldest versions that are allowed
 # make bench   times the optimizers' updates
-# make check   checks the style
+# make check   checks style and types
 # make test-cuda PYTHON=python3.12 VENV=.venv-cuda    compiles for GPUs without one
 #
 # Each makes its own environment in .venv first. PYTHON=python3.12 chooses the Python,
@@ -48,6 +48,7 @@ test-cuda: $(VENV)/has-test
 
 check: $(VENV)/has-check
 	$(in_venv) -m ruff check dmuon_jax tests bench notebooks $(ARGS)
+	$(in_venv) -m pyright --pythonpath $(in_venv)
 
 environment: $(VENV)/has-test
 
@@ -71,6 +72,6 @@ $(VENV)/has-oldest: $(VENV)/made-by pyproject.toml .ci/oldest.txt
 	@$(install) -e ".[test]" -c .ci/oldest.txt
 	@touch $@
 
-$(VENV)/has-check: $(VENV)/made-by
-	@$(install) ruff
+$(VENV)/has-check: $(VENV)/has-test
+	@$(install) ruff "pyright[nodejs]"
 	@touch $@

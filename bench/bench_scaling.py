@@ -1,77 +1,268 @@
 """Model step times of public models on GPU clusters, by optimizer; no GPU needed.
 
-    JAX_PLATFORMS=cpu python bench/bench_scaling.py                 # all, hours
-    JAX_PLATFORMS=cpu python bench/bench_scaling.py --models qwen2.5-1.5b --counts 8 64
+    JAX_PLATFORMS=cpu python bench/bench_scaling.py                 # what is missing
+    JAX_PLATFORMS=cpu python bench/bench_scaling.py --again dmuon   # these afresh
+    python bench/bench_scaling.py --print                           # the tables
 
-Needs the CUDA plugin (``pip install 'dmuon_jax[cuda13]'``). Every model is compiled for
-FSDP over all devices and, from two nodes on, for HSDP with eight to a node; with and
-without clipping by global norm. A row is written as soon as it is known.
+Needs the CUDA plugin (``pip install 'dmuon_jax[cuda13]'``), and a minute or so a case. A
+case is one optimizer's step of one model on one mesh; each is written as soon as it is
+known, a refusal with its sentence, and an interrupted run goes on where it stopped. Layers
+are a scan, so whole models are compiled and nothing is extrapolated.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
+import subprocess
 
-from dmuon_jax.proof.models import CONFIGS, model_named
+import jax
+
+from dmuon_jax.planning.workloads import read_json
+from dmuon_jax.proof.models import model_named
 from dmuon_jax.proof.simulate import simulate
+from dmuon_jax.proof.steps import OPTIMIZERS
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).parent / "results" / "scaling.json"
 PER_NODE = 8
+COUNTS = (8, 64, 128, 512)
+PUBLISHED = (
+    "qwen2.5-1.5b",
+    "qwen2.5-7b",
+    "llama-3.2-3b",
+    "llama-3.1-8b",
+    "pi0",
+    "wall-x",
+)
+DENSE = (*PUBLISHED, "qwen3-32b")
+EXPERTS = ("moonlight-16b-a3b",)
+MODELS = (*DENSE, *EXPERTS)
+# Where a tower's width does not divide by more; the rest are replicas.
+MOST_SHARDS = {"pi0": 128, "wall-x": 128}
 
 
-def meshes(count: int) -> list[dict[str, int]]:
-    """FSDP, and HSDP where there are several nodes."""
-    found = [{"fsdp": count}]
-    if count > PER_NODE:
-        found.append({"data": count // PER_NODE, "fsdp": PER_NODE})
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step to compile.
+
+    Attributes:
+      model: name of a workload.
+      layout: "fsdp" over all devices (`MOST_SHARDS` apart); "hsdp" is FSDP in a node, replicated over nodes;
+        "experts" is FSDP with the experts of a layer spread over the devices of a node.
+      devices: how many.
+      clip: whether gradients are clipped by their global norm.
+      optimizer: one of `dmuon_jax.proof.steps.OPTIMIZERS`.
+    """
+
+    model: str
+    layout: str
+    devices: int
+    clip: bool
+    optimizer: str
+
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the mesh axes."""
+        if self.layout == "hsdp":
+            return {"data": self.devices // PER_NODE, "fsdp": PER_NODE}
+        if self.layout == "experts":
+            return {"fsdp": self.devices // PER_NODE, "expert": PER_NODE}
+        shards = min(self.devices, MOST_SHARDS.get(self.model, self.devices))
+        if shards < self.devices:
+            return {"data": self.devices // shards, "fsdp": shards}
+        return {"fsdp": self.devices}
+
+
+def main_layout(model: str) -> str:
+    """The layout of a model in the first table."""
+    return "experts" if model in EXPERTS else "fsdp"
+
+
+def all_cases() -> list[Case]:
+    """Every case, the most wanted first."""
+    pair, found = ("adamw", "dmuon"), []
+
+    def add(counts, clip, optimizers, models=MODELS, layout=None):
+        for count in counts:
+            for model in models:
+                for name in optimizers:
+                    where = layout or main_layout(model)
+                    found.append(Case(model, where, count, clip, name))
+
+    add((128, 8, 64, 512), True, pair)
+    add((128,), False, pair)
+    add((128,), True, (*pair, "dmuon-local"), DENSE, "hsdp")
+    add((8, 64), True, ("muon",))
+    add((8, 64, 512), False, pair)
+    add((128,), True, ("muon",))
+    add((64, 512), True, (*pair, "dmuon-local"), DENSE, "hsdp")
+    add((512,), True, ("muon",))
     return found
 
 
-def rows(arguments: argparse.Namespace):
-    """One record per model, mesh and clipping; a refusal is a record too."""
-    for name in arguments.models:
-        for count in arguments.counts:
-            for mesh in meshes(count):
-                for clip in (True, False) if arguments.both_clips else (True,):
-                    yield row(name, mesh, clip, arguments)
-
-
-def row(
-    name: str, mesh: dict[str, int], clip: bool, arguments: argparse.Namespace
-) -> dict:
-    """One record."""
+def measure(case: Case, arguments: argparse.Namespace) -> dict:
+    """The record of one case."""
+    record = dataclasses.asdict(case) | {"commit": commit(), "jax": jax.__version__}
     try:
         found = simulate(
-            model_named(name),
-            mesh,
+            model_named(case.model),
+            case.mesh(),
             arguments.device,
             sequence=arguments.sequence,
             batch_per_device=arguments.batch,
-            optimizers=tuple(arguments.optimizers),
-            clip=clip,
+            optimizers=(case.optimizer,),
+            clip=case.clip,
         )
-    except ValueError as error:
-        return {"model": name, "mesh": mesh, "clip": clip, "refused": str(error)}
-    print(found.summary(), "\n", flush=True)
-    return json.loads(found.to_json())
+    except (ValueError, NotImplementedError) as error:
+        return record | {"refused": str(error)}
+    run = json.loads(found.to_json())["runs"][0]
+    del run["ratio"]
+    return record | run
+
+
+def commit() -> str:
+    """The commit at hand, with a mark where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def key(record: dict) -> tuple:
+    return tuple(record[field.name] for field in dataclasses.fields(Case))
+
+
+def found(records: list[dict], case: Case) -> dict | None:
+    """The record of `case` that holds a step time."""
+    wanted = dataclasses.astuple(case)
+    return next((x for x in records if key(x) == wanted and "step_us" in x), None)
+
+
+def ratio(records: list[dict], case: Case) -> float | None:
+    """Step time of `case` over AdamW's."""
+    mine = found(records, case)
+    base = found(records, dataclasses.replace(case, optimizer="adamw"))
+    return mine["step_us"] / base["step_us"] if mine and base else None
+
+
+def number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def markdown(rows: list[tuple[str, ...]]) -> str:
+    """The first row is the head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|---|" + "---:|" * (len(rows[0]) - 1))
+    return "\n".join(lines)
+
+
+def published(model: str, count: int) -> float | None:
+    """DMuon's measured step over AdamW's, PyTorch on A800s."""
+    for title, models in read_json()["published_step_ms"].items():
+        if title.startswith(f"{count} x ") and model in models:
+            return models[model]["dmuon_pytorch"] / models[model]["adamw"]
+    return None
+
+
+def ratios_table(records: list[dict]) -> str:
+    """Step over AdamW's by number of devices: dmuon, and optax's Muon in brackets."""
+    rows = [
+        (
+            "model",
+            *(f"{count} GPUs" for count in COUNTS),
+            "128, no clipping",
+            "128, HSDP",
+            "DMuon on 8, 128 A800",
+        )
+    ]
+    for model in MODELS:
+        ours = Case(model, main_layout(model), 128, True, "dmuon")
+        cells = []
+        for count in COUNTS:
+            case = dataclasses.replace(ours, devices=count)
+            theirs = ratio(records, dataclasses.replace(case, optimizer="muon"))
+            cells.append(
+                f"{number(ratio(records, case), 3)} ({number(theirs, 2)})"
+            )
+        for change in ({"clip": False}, {"layout": "hsdp"}):
+            cells.append(number(ratio(records, dataclasses.replace(ours, **change)), 3))
+        theirs = ", ".join(number(published(model, count), 3) for count in (8, 128))
+        rows.append((model, *cells, theirs))
+    return markdown(rows)
+
+
+def added_table(records: list[dict]) -> str:
+    """What dmuon adds to AdamW's step at 128 GPUs, milliseconds."""
+    parts = ("matmul", "memory", "exposed")
+    rows = [
+        (
+            "model",
+            "AdamW ms",
+            "dmuon adds ms",
+            "matmul",
+            "memory passes",
+            "exposed communication",
+            "exchange, of it exposed",
+            "≤ 1.02",
+        )
+    ]
+    for model in MODELS:
+        case = Case(model, main_layout(model), 128, True, "dmuon")
+        ours = found(records, case)
+        base = found(records, dataclasses.replace(case, optimizer="adamw"))
+        if not (ours and base):
+            continue
+        added = [ours["split_us"][part] - base["split_us"][part] for part in parts]
+        exchange = ours["exchange_us"]
+        rows.append(
+            (
+                model,
+                f"{base['step_us'] / 1e3:.1f}",
+                f"{(ours['step_us'] - base['step_us']) / 1e3:+.2f}",
+                *(f"{us / 1e3:+.2f}" for us in added),
+                f"{exchange['total'] / 1e3:.2f}, {exchange['exposed'] / 1e3:.2f}",
+                "yes" if ours["step_us"] <= 1.02 * base["step_us"] else "no",
+            )
+        )
+    return markdown(rows)
+
+
+def tables(records: list[dict]) -> str:
+    """What the README shows."""
+    return f"{ratios_table(records)}\n\n{added_table(records)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=sorted(CONFIGS))
-    parser.add_argument("--counts", nargs="+", type=int, default=[8, 64, 128, 512])
-    parser.add_argument("--device", default="h200")
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon", "dmuon"])
-    parser.add_argument("--both-clips", action="store_true")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "scaling.json")
+    add = parser.add_argument
+    add("--models", nargs="+", default=MODELS)
+    add("--counts", nargs="+", type=int, default=COUNTS)
+    add("--optimizers", nargs="+", default=OPTIMIZERS)
+    add("--again", nargs="+", default=(), help="optimizers to compile afresh")
+    add("--most", type=int, default=1000, help="cases to compile at most")
+    add("--device", default="h200")
+    add("--sequence", type=int, default=4096)
+    add("--batch", type=int, default=1, help="sequences on one device")
+    add("--out", type=pathlib.Path, default=RESULTS)
+    add("--print", action="store_true", help="print the tables, compile nothing")
     arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    records = []
-    for record in rows(arguments):
-        records.append(record)
+    records = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    if arguments.print:
+        print(tables(records))
+        return
+    records = [x for x in records if x["optimizer"] not in arguments.again]
+    done = {key(record) for record in records}
+    wanted = [
+        case
+        for case in all_cases()
+        if case.model in arguments.models
+        and case.devices in arguments.counts
+        and case.optimizer in arguments.optimizers
+        and dataclasses.astuple(case) not in done
+    ]
+    for case in wanted[: arguments.most]:
+        records.append(measure(case, arguments))
+        jax.clear_caches()
         arguments.out.write_text(json.dumps(records, indent=1) + "\n")
+        last = records[-1]
+        print(case, last.get("step_us"), last.get("refused", ""), flush=True)
 
 
 if __name__ == "__main__":

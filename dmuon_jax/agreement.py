@@ -6,14 +6,22 @@ at the first collective in which they differ.
 
 import hashlib
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from dmuon_jax.shardings import AnyMesh
+
+
+def is_abstract(arrays: Iterable[Any]) -> bool:
+    """Whether arrays are traced or mere shapes, or a trace is under way around them."""
+    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
+        return True
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def must_agree(arrays: Iterable[Any], mesh: AnyMesh | None) -> bool:
@@ -24,7 +32,7 @@ def must_agree(arrays: Iterable[Any], mesh: AnyMesh | None) -> bool:
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         return False
-    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
+    if is_abstract(arrays):
         return False
     processes = {device.process_index for device in mesh.devices.flat}
     return 1 < jax.process_count() == len(processes)
@@ -68,3 +76,26 @@ def compare(facts: Mapping[str, str]) -> None:
                 f"{', '.join(map(str, others))} than on process 0: give each the same "
                 "versions, options and costs, or one plan= made beforehand"
             )
+
+
+def from_first_process(make: Callable[[], str]) -> str:
+    """What ``make`` gives on process 0, on every process; each must call this.
+
+    Raises:
+      RuntimeError: on the others, where ``make`` failed on process 0: no one waits.
+    """
+    text = ""
+    try:
+        if jax.process_index() == 0:
+            text = make()
+    finally:
+        own = np.frombuffer(text.encode(), np.uint8)
+        size = multihost_utils.broadcast_one_to_all(np.int32(own.size))
+        own = own if jax.process_index() == 0 else np.zeros(int(size), np.uint8)
+        text = ""
+        if size:
+            everywhere = multihost_utils.broadcast_one_to_all(own)
+            text = np.asarray(everywhere).tobytes().decode()
+    if not text:
+        raise RuntimeError("process 0 failed, see its error; this one depends on it")
+    return text

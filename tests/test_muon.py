@@ -227,6 +227,37 @@ def test_a_skipped_step_leaves_no_trace():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
+def test_a_partition_hands_it_a_part_of_the_tree():
+    mesh = mesh8()
+    params, grads = put(rng_tree(0), mesh), put(rng_tree(1), mesh)
+    labels = {"kernel": "muon", "other": "sgd", "bias": "sgd", "head": "muon"}
+    both = optax.partition({"muon": dmuon(0.05, ns_steps=2), "sgd": optax.sgd(0.1)}, labels)
+    got, _, _ = train(both, params, [grads])
+    want, _, _ = train(dmuon(0.05, ns_steps=2), params, [grads])
+    for name in ("kernel", "head"):
+        trees_close(got[name], want[name], 1e-6)
+    assert relative(got["other"], params["other"] - 0.1 * grads["other"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "expected"),
+    [
+        ("cuda", "Tesla T4", "float16"),
+        ("rocm", "AMD Instinct MI300X", "float16"),
+        ("tpu", "TPU v5 lite", "bfloat16"),
+        ("tpu", "TPU v99", "bfloat16"),
+        ("METAL", "Apple M3", "float32"),
+    ],
+)
+def test_devices_of_any_name_have_defaults(platform, kind, expected):
+    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform=platform)
+    mesh = jax.sharding.AbstractMesh((4,), ("x",), abstract_device=device)
+    rows = NamedSharding(mesh, P("x"))
+    params = {"w": jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=rows)}
+    (bucket,) = plan_owners(params).buckets
+    assert bucket.compute_dtype == expected
+
+
 def dtypes(tree):
     return [x.dtype for x in jax.tree.leaves(tree)]
 

@@ -19,8 +19,19 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dmuon_jax import agreement, dmuon, leaves, plan_owners, state_shardings
+import dmuon_jax.measure
+from dmuon_jax import (
+    Measured,
+    agreement,
+    dmuon,
+    leaves,
+    plan_owners,
+    state_shardings,
+)
+from dmuon_jax.find_plan import PlanFinder
+from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.devices import device_of_kind
+from dmuon_jax.routing import matrices_of
 
 SHAPES = {"rows": (16, 12), "columns": (10, 16), "whole": (14, 10), "bias": (16,)}
 SPECS = {"rows": P("x"), "columns": P(None, "x"), "whole": P(), "bias": P("x")}
@@ -200,6 +211,42 @@ def slower_device(platform, kind):
     return dataclasses.replace(device_of_kind(platform, kind), name="a slower one")
 
 
+def measure(setup) -> dict:
+    """Inits with measured costs, which differ between processes or cannot be had."""
+    timed, how, index = [], setup["how"], setup["index"]
+
+    def time_update_us(point, path, device):
+        timed.append(point)
+        if how == "fail":
+            raise jax.errors.JaxRuntimeError("INTERNAL: a kernel failed")
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (index == 0) == (point.method == "gram"):
+            return 2.0 * point.batch
+        return 900.0 * point.batch
+
+    dmuon_jax.measure.time_update_us = time_update_us
+    costs = Measured(cache=setup["cache"])
+    if how == "odd" and index:
+        costs = "roofline"
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
+    params = spread(values(0), shardings)
+    finder = PlanFinder(OwnerOptions(costs=costs))
+    plan = finder.find(*matrices_of(params, None), at_init=True).plan
+    (table,) = finder.tables.values()
+    try:
+        plan_owners(params, costs=costs)
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "timed": len(timed),
+        "plan": plan.digest(),
+        "table": table.to_json(),
+        "refused": refused,
+    }
+
+
 def main(task: str, setup: dict) -> None:
     warnings.simplefilter("error", DeprecationWarning)
     if setup["count"] > 1:
@@ -211,7 +258,8 @@ def main(task: str, setup: dict) -> None:
             initialization_timeout=60,
             heartbeat_timeout_seconds=10,
         )
-    result = {"train": train, "disagree": disagree}[task](setup)
+    tasks = {"train": train, "disagree": disagree, "measure": measure}
+    result = tasks[task](setup)
     print(json.dumps(result), flush=True)
     if setup["count"] > 1:
         jax.distributed.shutdown()

@@ -79,6 +79,19 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alternative:
+    """What a plan with other ``owner_axes`` would cost: times as in ``Plan``."""
+
+    owner_axes: Axes
+    makespan_us: float
+    exchange_us: float
+
+    @property
+    def objective_us(self) -> float:
+        return self.makespan_us + self.exchange_us
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The static schedule of one optimizer step.
 
@@ -93,6 +106,8 @@ class Plan:
       lower_bound_us: proven bound on makespan plus exchange.
       gap: (makespan + exchange - bound) / (makespan + exchange), 0 if both are 0.
       status: a sentence on how the plan was found.
+      costs: where the times of the owners' work come from.
+      alternatives: other ``owner_axes`` that were priced beside this plan's.
     """
 
     mesh: MeshShape
@@ -105,6 +120,8 @@ class Plan:
     lower_bound_us: float
     gap: float
     status: str
+    costs: str = ""
+    alternatives: tuple[Alternative, ...] = ()
 
     def __post_init__(self):
         check_plan(self)
@@ -130,6 +147,16 @@ class Plan:
     def makespan_us(self) -> float:
         """Modelled NS time of the busiest device."""
         return max(self.owner_load_us, default=0.0)
+
+    @property
+    def objective_us(self) -> float:
+        """Makespan plus exchange: what a planner makes small."""
+        return self.makespan_us + self.exchange_us
+
+    @property
+    def idle_share(self) -> float:
+        """Share of what devices could do, while the busiest works, that is not needed."""
+        return report.idle_share(self)
 
     @property
     def num_matrices(self) -> int:

@@ -29,9 +29,14 @@ from dmuon_jax.proof.models import (
 )
 from dmuon_jax.proof.topology import GPU_TARGETS
 
-SHARD_AXES = ("fsdp",)
-# What users of large clusters set; the same for every optimizer.
-GPU_OPTIONS = {
+OPTIMIZERS = ("adamw", "muon", "dmuon", "dmuon-local")
+SHARD_AXES = ("fsdp", "expert")
+# Channels of a head that cuDNN's fused attention takes on every GPU.
+MOST_CHANNELS = 128
+# What users of large clusters set, the same for every optimizer; and no search for tiles,
+# which gives the same program where there is no device to search on, but takes longer.
+GPU_OPTIONS: dict[str, str | bool | int] = {
+    "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
@@ -45,11 +50,6 @@ class Cluster:
     device: str
 
     @property
-    def shards(self) -> int:
-        """Ways in which a parameter is split."""
-        return math.prod(self.mesh.shape.get(axis, 1) for axis in SHARD_AXES)
-
-    @property
     def batch(self) -> NamedSharding:
         """The first dimension over all axes."""
         return self.place(tuple(self.mesh.axis_names))
@@ -59,19 +59,32 @@ class Cluster:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def parameter(self, shape: tuple[int, ...], path: str) -> NamedSharding:
-        """Split the second to last dimension, or the last where that does not divide."""
+        """Split the second to last dimension, or the last where that does not divide.
+
+        Stacks of experts are split into experts over the axis "expert" first.
+        """
         spec: list[Any] = [None] * len(shape)
         axes = [axis for axis in SHARD_AXES if axis in self.mesh.shape]
+        if path.startswith("experts_") and "expert" in axes:
+            spec[-3] = "expert"
+            axes.remove("expert")
+        shards = math.prod(self.mesh.shape[axis] for axis in axes)
         wanted = [len(shape) - 1] if path.endswith(("norm", "embedding")) else []
         wanted += [d for d in (len(shape) - 2, len(shape) - 1) if d >= 0]
         for dim in wanted:
-            if axes and shape[dim] % self.shards == 0:
+            if axes and shape[dim] % shards == 0:
                 spec[dim] = axes[0] if len(axes) == 1 else tuple(axes)
                 return self.place(*spec)
-        if self.shards > 1 and not path.endswith("norm"):
+        if shards > 1 and not path.endswith("norm"):
             raise ValueError(
-                f"a dimension of {shape} must divide by {self.shards} (at {path})"
+                f"a dimension of {shape} must divide by {shards} (at {path})"
             )
+        return self.place(*spec)
+
+    def gathered(self, shape: tuple[int, ...], path: str) -> NamedSharding:
+        """Where a weight is whole, but for the experts that other devices have."""
+        if path.startswith("experts_") and "expert" in self.mesh.shape:
+            return self.place(*[None] * (len(shape) - 3), "expert")
         return self.place()
 
 
@@ -81,7 +94,8 @@ def gather_for(cluster: Cluster) -> Callable[[jax.Array, str], jax.Array]:
     @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
     def gather(weight: jax.Array, role: str) -> jax.Array:
         narrow = weight.astype(jnp.bfloat16)
-        return jax.lax.with_sharding_constraint(narrow, cluster.place())
+        whole = cluster.gathered(weight.shape, role)
+        return jax.lax.with_sharding_constraint(narrow, whole)
 
     def forward(weight: jax.Array, role: str) -> tuple[jax.Array, None]:
         return gather(weight, role), None
@@ -91,7 +105,19 @@ def gather_for(cluster: Cluster) -> Callable[[jax.Array, str], jax.Array]:
         return (jax.lax.with_sharding_constraint(grad, spec).astype(jnp.float32),)
 
     gather.defvjp(forward, backward)
-    return gather
+    return gather  # pyright: ignore[reportReturnType]  # custom_vjp hides its types
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str) -> jax.Array:
+    """Causal attention of [batch, token, head, channel].
+
+    Without a GPU at hand JAX cannot know that it has cuDNN's kernel for wide heads. They
+    run as several narrow ones, which multiply as much.
+    """
+    pieces = -(-q.shape[-1] // MOST_CHANNELS)
+    cut = [x.reshape(*x.shape[:2], x.shape[2] * pieces, -1) for x in (q, k, v)]
+    mixed = jax.nn.dot_product_attention(*cut, is_causal=True, implementation=kernel)
+    return mixed.reshape(v.shape[:2] + q.shape[2:])
 
 
 def sharded_for(cluster: Cluster) -> Sharded:
@@ -100,16 +126,19 @@ def sharded_for(cluster: Cluster) -> Sharded:
     split = tuple(axis for axis in axes if axis in SHARD_AXES)
     rest = tuple(axis for axis in axes if axis not in SHARD_AXES)
     like_table = cluster.place(rest or None, None, split or None)
+    others = tuple(axis for axis in axes if axis != "expert")
+    expert = "expert" if "expert" in axes else None
+    at_experts = cluster.place(others or None, expert)
     constrain = jax.lax.with_sharding_constraint
     return Sharded(
         gather=gather_for(cluster),
         pin=functools.partial(constrain, shardings=cluster.batch),
         spread=functools.partial(constrain, shardings=like_table),
         attend=functools.partial(
-            jax.nn.dot_product_attention,
-            is_causal=True,
-            implementation="cudnn" if cluster.device in GPU_TARGETS else "xla",
+            attend, kernel="cudnn" if cluster.device in GPU_TARGETS else "xla"
         ),
+        to_experts=functools.partial(constrain, shardings=at_experts),
+        to_tokens=functools.partial(constrain, shardings=cluster.batch),
     )
 
 
@@ -126,11 +155,18 @@ def dimension_numbers(params: Any) -> Any:
     }
 
 
-def optimizer_named(name: str, shardings: Any, device: str) -> Any:
-    """The transform called `name`: adamw, muon (optax's) or dmuon."""
+def optimizer_named(name: str, shardings: Any, cluster: Cluster) -> Any:
+    """The transform called `name`.
+
+    Args:
+      name: adamw, muon (optax's), dmuon, or dmuon-local: its owners are spread over the
+        axes that shard parameters, and replicas repeat the work.
+      shardings: of the parameters.
+      cluster: what it runs on.
+    """
     rate, decay = 3e-4, 0.1
-    narrow = jnp.float16 if device in GPU_TARGETS else jnp.bfloat16
-    half = jnp.float32 if device == "cpu" else narrow
+    narrow = jnp.float16 if cluster.device in GPU_TARGETS else jnp.bfloat16
+    half = jnp.float32 if cluster.device == "cpu" else narrow
     if name == "adamw":
         return optax.adamw(rate, weight_decay=decay)
     if name == "muon":
@@ -139,7 +175,8 @@ def optimizer_named(name: str, shardings: Any, device: str) -> Any:
             weight_decay=decay,
             muon_weight_dimension_numbers=dimension_numbers,
         )
-    if name == "dmuon":
+    if name in ("dmuon", "dmuon-local"):
+        sharding = tuple(axis for axis in SHARD_AXES if axis in cluster.mesh.shape)
         return dmuon(
             rate,
             weight_decay=decay,
@@ -147,8 +184,9 @@ def optimizer_named(name: str, shardings: Any, device: str) -> Any:
             param_shardings=shardings,
             compute_dtype=half,
             exchange_dtype=half,
+            owner_axes=None if name == "dmuon" else sharding,
         )
-    raise ValueError(f"optimizer must be adamw, muon or dmuon, got {name!r}")
+    raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
 
 
 def placed_state(state: Any, params: Any, cluster: Cluster) -> Any:
@@ -161,8 +199,9 @@ def placed_state(state: Any, params: Any, cluster: Cluster) -> Any:
     def place(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         tail = tuple(str(key) for key in path[-2:])
         like = paths.get(tail)
-        found = like is not None and like.shape == leaf.shape
-        sharding = like.sharding if found else cluster.place()
+        sharding = cluster.place()
+        if like is not None and like.shape == leaf.shape:
+            sharding = like.sharding
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, state)
@@ -171,8 +210,8 @@ def placed_state(state: Any, params: Any, cluster: Cluster) -> Any:
 def compile_step(
     model: Model, cluster: Cluster, optimizer: str, tokens: tuple[int, int], clip: bool
 ) -> tuple[Any, float]:
-    """The compiled step and the seconds its lowering and compilation took."""
-    started = time.perf_counter()
+    """The compiled step and the CPU seconds that it took, all threads together."""
+    started = time.process_time()
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(
             leaf.shape,
@@ -182,7 +221,7 @@ def compile_step(
         parameter_shapes(model),
     )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    transform = optimizer_named(optimizer, shardings, cluster.device)
+    transform = optimizer_named(optimizer, shardings, cluster)
     if clip:
         transform = optax.chain(optax.clip_by_global_norm(1.0), transform)
     loss = loss_function(model, sharded_for(cluster))
@@ -200,4 +239,4 @@ def compile_step(
     options = GPU_OPTIONS if cluster.device in GPU_TARGETS else None
     with jax.sharding.use_abstract_mesh(cluster.mesh.abstract_mesh):
         compiled = jitted.lower(params, state, batch).compile(compiler_options=options)
-    return compiled, time.perf_counter() - started
+    return compiled, time.process_time() - started
