@@ -7,6 +7,7 @@ import typing
 from typing import Any, TypeVar
 
 Read = TypeVar("Read")
+NOTHING = dataclasses.MISSING
 
 
 def read_json(text: str) -> Any:
@@ -59,14 +60,15 @@ def read(kind: type[Read], value: Any, where: str) -> Read:
 
 
 def read_fields(kind: type[Read], value: Any, where: str) -> Read:
-    """A dataclass from an object with exactly its fields."""
+    """A dataclass from an object with its fields; those with a default may be missing."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, got {value!r}")
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    if set(value) != set(names):
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    missing = sorted(n for n in set(fields) - set(value) if fields[n] is NOTHING)
+    if missing or set(value) - set(fields):
         raise ValueError(
-            f"{where} must have the fields of {kind.__name__}: missing "
-            f"{sorted(set(names) - set(value))}, unknown {sorted(set(value) - set(names))}"
+            f"{where} must have the fields of {kind.__name__}: missing {missing}, "
+            f"unknown {sorted(set(value) - set(fields))}"
         )
-    return kind(**{n: read(hints[n], value[n], f"{where}.{n}") for n in names})
+    return kind(**{n: read(hints[n], x, f"{where}.{n}") for n, x in value.items()})
