@@ -48,8 +48,8 @@ POINTLESS = (
     "core/ReplaceComparisonOperator_Eq_Is",
     "core/ReplaceComparisonOperator_NotEq_IsNot",
 )
-LIMIT_S = 150.0
-"""A mutant whose tests run on for longer counts as seen: some loop for ever."""
+PATIENCE = 4.0
+"""A mutant whose tests run so many times as long as without it counts as seen."""
 
 
 def copy_tree(folder: pathlib.Path) -> None:
@@ -81,23 +81,30 @@ def draw(db, count: int, seed: int) -> None:
     print(f"{len(kept)} of {len(places)} places drawn", flush=True)
 
 
+def path_of(item) -> str:
+    return str(item.mutations[0].module_path)
+
+
 def command(tests: str) -> str:
     return f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
 
 
 def run(db, items, deadline: float) -> None:
     """Tests mutants, after the program without a fault."""
-    for tests in dict.fromkeys(TESTS.values()):
-        outcome, output = run_tests(command(tests), LIMIT_S)
+    limits = {}
+    for tests in dict.fromkeys(TESTS[path_of(item)] for item in items):
+        start = time.monotonic()
+        outcome, output = run_tests(command(tests), 600.0)
+        limits[tests] = PATIENCE * (time.monotonic() - start)
         if outcome != TestOutcome.SURVIVED:
             sys.exit(f"the tests must pass without a mutant, got\n{output}")
     for item in items:
         if time.monotonic() > deadline:
             return
-        path = str(item.mutations[0].module_path)
-        result = mutate_and_test(item.mutations, command(TESTS[path]), LIMIT_S)
+        tests = TESTS[path_of(item)]
+        result = mutate_and_test(item.mutations, command(tests), limits[tests])
         db.set_result(item.job_id, result)
-        print(path, item.mutations[0].start_pos, result.test_outcome, flush=True)
+        print(path_of(item), item.mutations[0].start_pos, result.test_outcome, flush=True)
 
 
 def report(db) -> None:
@@ -106,7 +113,7 @@ def report(db) -> None:
     for item, result in db.completed_work_items:
         if result.worker_outcome == WorkerOutcome.SKIPPED:
             continue
-        numbers[str(item.mutations[0].module_path)][result.test_outcome.value] += 1
+        numbers[path_of(item)][result.test_outcome.value] += 1
         if result.test_outcome.value != "killed":
             print(f"\n{result.test_outcome.value}:\n{result.diff or result.output}")
     for path, counts in sorted(numbers.items()):
