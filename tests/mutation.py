@@ -7,6 +7,8 @@ on a copy in ``--folder`` and continues where it stopped.
 
 import argparse
 import collections
+import hashlib
+import json
 import math
 import os
 import pathlib
@@ -92,15 +94,31 @@ def command(tests: str) -> str:
     return f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
 
 
-def run(db, items, deadline: float) -> None:
-    """Tests mutants, after the program without a fault."""
-    limits = {}
-    for tests in dict.fromkeys(TESTS[path_of(item)] for item in items):
+def limits_s(commands: set[str]) -> dict[str, float]:
+    """Time limits of tests; runs them without a mutant, once for each state of the files.
+
+    Raises:
+      SystemExit: if they fail.
+    """
+    tree = hashlib.sha256()
+    files = [*pathlib.Path("dmuon_jax").rglob("*.py"), *pathlib.Path("tests").glob("*.py")]
+    for path in sorted(files):
+        tree.update(path.read_bytes())
+    kept = pathlib.Path(f"limits-{tree.hexdigest()[:16]}.json")
+    limits = json.loads(kept.read_text()) if kept.exists() else {}
+    for tests in sorted(commands - set(limits)):
         start = time.monotonic()
         outcome, output = run_tests(command(tests), 600.0)
-        limits[tests] = PATIENCE * (time.monotonic() - start)
         if outcome != TestOutcome.SURVIVED:
             sys.exit(f"the tests must pass without a mutant, got\n{output}")
+        limits[tests] = PATIENCE * (time.monotonic() - start)
+        kept.write_text(json.dumps(limits))
+    return limits
+
+
+def run(db, items, deadline: float) -> None:
+    """Tests mutants, after the program without a fault."""
+    limits = limits_s({TESTS[path_of(item)] for item in items})
     for item in items:
         if time.monotonic() > deadline:
             return
