@@ -47,7 +47,8 @@ class Case:
 
     Attributes:
       model: name of a workload.
-      layout: "fsdp" over all devices (`MOST_SHARDS` apart); "hsdp" is FSDP in a node, replicated over nodes;
+      layout: "fsdp" over all devices (`MOST_SHARDS` apart); "hsdp" is FSDP in a node,
+        replicated over nodes;
         "experts" is FSDP with the experts of a layer spread over the devices of a node.
       devices: how many.
       clip: whether gradients are clipped by their global norm.

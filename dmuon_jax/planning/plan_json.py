@@ -4,9 +4,8 @@ import dataclasses
 import json
 import math
 import typing
-from typing import Any, TypeVar
+from typing import Any
 
-Read = TypeVar("Read")
 NOTHING = dataclasses.MISSING
 
 
@@ -22,7 +21,7 @@ def read_json(text: str) -> Any:
         raise ValueError(f"a plan must be JSON: {error}") from error
 
 
-def read(kind: type[Read], value: Any, where: str) -> Read:
+def read(kind: Any, value: Any, where: str) -> Any:
     """``value``, as JSON holds it, as an instance of ``kind``.
 
     Args:
@@ -59,7 +58,7 @@ def read(kind: type[Read], value: Any, where: str) -> Read:
     return value
 
 
-def read_fields(kind: type[Read], value: Any, where: str) -> Read:
+def read_fields(kind: Any, value: Any, where: str) -> Any:
     """A dataclass from an object with its fields; those with a default may be missing."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, got {value!r}")
