@@ -114,7 +114,9 @@ def run(steps: int) -> Report:
     step = jax.jit(update, donate_argnums=(0, 1), out_shardings=places)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda name, _, **kwargs: compiled.append(name) if "backend_compile" in name else None
+        lambda name, _, **kwargs: (
+            compiled.append(name) if "backend_compile" in name else None
+        )
     )
     # The gradients' program keeps the first parameters: a copy may be donated.
     params = jax.tree.map(lambda x: x.copy(), params)

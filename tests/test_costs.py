@@ -265,6 +265,12 @@ def test_two_processes_use_the_first_ones_table(tmp_path):
 
 
 def test_no_process_waits_for_one_that_cannot_measure(tmp_path):
+    """The failure travels.
+
+    Fault: of several processes, the one that measures fails
+    Happens: all of them raise; the others name the one whose error says why
+    Kept: nothing has run
+    """
     outcomes = run_processes(2, "measure", tmp_path / "run", cache=False, how="fail")
     assert all(outcome.code != 0 for outcome in outcomes)
     assert "INTERNAL: a kernel failed" in outcomes[0].text
@@ -281,5 +287,11 @@ def test_processes_that_would_not_all_measure_are_told_so(tmp_path):
 
 
 def test_a_kill_of_the_measuring_process_ends_the_others(tmp_path):
+    """They wait for its table.
+
+    Fault: of several processes, the one that measures is killed
+    Happens: the others end with an error; none hangs
+    Kept: the results so far, in the cache
+    """
     outcomes = run_processes(2, "measure", tmp_path / "run", cache=False, how="die")
     assert outcomes[0].code == -9 and outcomes[1].code != 0

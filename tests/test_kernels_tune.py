@@ -126,6 +126,12 @@ def test_files_keep_configs_and_failures(tmp_path):
 
 
 def test_a_damaged_table_costs_one_warning_and_is_measured_anew(quick, tmp_path):
+    """As for costs.
+
+    Fault: a file of tuned kernels is damaged
+    Happens: one warning; the kernels are measured anew
+    Kept: nothing is taken from it
+    """
     path = tune.table_path(tmp_path, target_device().kind)
     tune.tune([PROBLEM], tmp_path)
     whole = path.read_text()

@@ -243,6 +243,12 @@ def test_no_timing_is_begun_that_would_take_too_long(monkeypatch):
 
 
 def test_what_does_not_fit_into_memory_is_scaled_and_said(monkeypatch, tmp_path):
+    """The rest is measured.
+
+    Fault: the device runs out of memory while costs are measured
+    Happens: those times are the roofline's, scaled by the others, and the table says so
+    Kept: all results that fitted
+    """
     def time_update_us(point, path, device):
         if point.shape == (8, 16) and point.batch > 2:
             jnp.zeros((1 << 50,), jnp.float32).block_until_ready()  # 4 PiB
@@ -275,6 +281,12 @@ def test_other_failures_are_raised_and_lose_nothing(monkeypatch, tmp_path):
 
 
 def test_a_kill_while_measuring_keeps_what_was_done(tmp_path):
+    """Each result is kept at once.
+
+    Fault: the process is killed while it measures costs
+    Happens: the next run measures only what is missing
+    Kept: all results so far
+    """
     code = """
 import os, signal, sys
 from dmuon_jax import measure, measure_costs

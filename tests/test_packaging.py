@@ -142,3 +142,15 @@ def test_dependencies_are_those_that_are_imported():
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 found.add(node.module.split(".")[0])
     assert found - set(sys.stdlib_module_names) - optional - {"dmuon_jax"} == named
+
+
+def test_the_oldest_versions_tested_are_the_oldest_allowed():
+    pinned = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / ".ci/oldest.txt").read_text(), re.M))
+    assert pinned.pop("jaxlib") == pinned["jax"]
+    extras = PROJECT["optional-dependencies"]
+    texts = PROJECT["dependencies"] + extras["demo"] + extras["test"]
+    allowed = dict(text.split(">=") for text in texts if ">=" in text)
+    needed = [text.split(">=")[0] for text in PROJECT["dependencies"]]
+    assert set(pinned) == {*needed, "flax"}
+    for name, version in pinned.items():
+        assert (version + ".").startswith(allowed[name] + "."), name

@@ -232,6 +232,10 @@ def test_slot_price_follows_the_slowest_link_crossed():
         ({"bandwidths": (("x", 0.0),)}, "bandwidths must"),
         ({"mesh": (("y", 2),)}, "free_axes and slot_bytes must"),
         ({"tasks": tasks_of(1) * 2}, "distinct names"),
+        (
+            {"mesh": (("y", 2), ("x", 2)), "tasks": tasks_of(1, axes=("x", "y"))},
+            "distinct and in mesh order",
+        ),
     ],
 )
 def test_bad_problems(change, match):
@@ -252,6 +256,11 @@ def test_bad_problems(change, match):
 def test_bad_tasks(change, match):
     with pytest.raises(ValueError, match=match):
         dataclasses.replace(tasks_of(1)[0], **change)
+
+
+def test_bad_limits():
+    with pytest.raises(ValueError, match="limits must not be negative"):
+        Limits(nodes=-1)
 
 
 def test_unknown_solver():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dmuon_jax.planning.bounds import lower_bound
-from dmuon_jax.planning.greedy import even_counts, greedy_counts
+from dmuon_jax.planning.greedy import balance, even_counts, greedy_counts
 from dmuon_jax.planning.model import build_model
 from dmuon_jax.planning.packing import family_packing, relaxed_packing
 from dmuon_jax.planning.problem import Problem, Task
@@ -259,6 +259,65 @@ def test_what_is_left_over_goes_where_the_other_loads_are_smallest():
     table = model.best_table()
     assert even_by_load(model, table, counts, 1).tolist() == [2, 1, 2]
     assert even_by_load(model, table, counts, 0).tolist() == [1, 1, 0]
+
+
+def test_parcels_are_swapped_where_no_move_helps():
+    shapes = ((1, 2), (1, 3), (1, 4), (1, 5))
+    cost = cases.PowerCost(tuple(zip(shapes, (8.0, 7.0, 6.0, 4.0), strict=True)))
+    tasks = tuple(Task(str(s), 1, ("x",), (s,)) for s in shapes)
+    model = build_model(Problem((("x", 2),), tasks, cost, ("direct",)))
+    table = model.best_table()
+    start = counts_of((1, 0), (1, 0), (0, 1), (0, 1))
+    assert model.loads(start, table).tolist() == [15_000_000, 10_000_000]
+    better = balance(model, table, start, model.max_slots)
+    assert sorted(model.loads(better, table).tolist()) == [12_000_000, 13_000_000]
+    # Not where a plan may not be: here the first must stay where it is.
+    kept = balance(
+        model, table, start, model.max_slots, lambda counts: counts[0][0] == 1
+    )
+    assert kept[0].tolist() == [1, 0]
+    assert model.makespan(kept, table) == 13_000_000
+
+
+def test_too_few_slots_are_no_plan_and_padded_tasks_are_even():
+    model = small_model(3, 4)
+    table = model.best_table()
+    assert greedy_counts(model, table, np.array([1, 1])) is None
+    assert greedy_counts(model, table, np.array([1, 2])) is not None
+    tasks = tuple(Task(str(s), 5, ("x",), (s,)) for s in SHAPES)
+    padded = Problem((("x", 3),), tasks, COST, ("direct",), pad_below_us=2.0)
+    model = build_model(padded)
+    counts = greedy_counts(model, model.best_table(), model.max_slots)
+    assert counts[1].tolist() == [2, 2, 1]
+
+
+def test_thousands_of_parcels_are_spread_evenly_but_for_the_last_rounds():
+    tasks = (
+        Task("long", 5, ("x",), (SHAPES[0],)),
+        Task("many", 4001, ("x",), (SHAPES[1],)),
+    )
+    problem = Problem((("x", 8),), tasks, COST, ("direct",))
+    model = build_model(problem)
+    long, many = greedy_counts(model, model.best_table(), model.max_slots)
+    assert (long.sum(), many.sum()) == (5, 4001)
+    loads = 4 * long + many
+    # 4 021 microseconds on 8 devices.
+    assert (loads.max(), loads.min()) == (503, 502)
+    solution = solve(problem)
+    assert solution.makespan_us == pytest.approx(503)
+    assert solution.gap < 2e-3
+
+
+def test_many_shapes_choose_their_methods_one_by_one():
+    shapes = tuple((2, n) for n in range(3, 15))
+    tasks = tuple(Task(str(s), 1, (), (s,)) for s in shapes)
+    cost = cases.RandomCost(3)
+    solution = solve(Problem((), tasks, cost))
+    for shape, method in solution.methods:
+        times = {m: cost.time_us(shape, 1, m) for m in ("direct", "gram")}
+        assert times[method] == min(times.values())
+    total = sum(min(cost.time_us(s, 1, m) for m in ("direct", "gram")) for s in shapes)
+    assert solution.makespan_us == pytest.approx(total)
 
 
 def test_owners_are_sorted_by_what_they_take():

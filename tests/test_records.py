@@ -126,6 +126,13 @@ DAMAGED = {
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_damaged_and_foreign_entries_are_ignored_and_replaced(tmp_path, content):
+    """Read as data, never executed.
+
+    Fault: an entry of the cache is damaged, cut short, foreign or of a newer version
+    Happens: one warning; the entry is ignored, and what it held is measured and
+      written anew
+    Kept: the other entries
+    """
     path = Records(tmp_path).path(KEY)
     path.write_bytes(content)
     if content == DAMAGED["too long"]:
@@ -204,6 +211,12 @@ def mounted(folder, options):
 
 
 def test_a_disk_that_is_really_full(tmp_path):
+    """On a small file system of its own.
+
+    Fault: the disk of the cache is full
+    Happens: one warning says how many results were not kept; they are used all the same
+    Kept: what was written before, whole
+    """
     with mounted(tmp_path / "disk", "size=16k") as folder:
         keys = [KEY | {"batch": batch} for batch in range(1, 11)]
         with pytest.warns(UserWarning, match="not kept .*No space left") as caught:
@@ -217,6 +230,12 @@ def test_a_disk_that_is_really_full(tmp_path):
 
 
 def test_a_home_that_is_really_read_only(tmp_path):
+    """On a file system of its own.
+
+    Fault: the home of the cache is read-only
+    Happens: one warning; results are used but not kept
+    Kept: the entries that are there can be read
+    """
     with mounted(tmp_path / "home", "size=64k") as folder:
         write(folder, 1.5)
         remount = ["mount", "-o", "remount,ro", str(folder)]
@@ -262,6 +281,12 @@ print(len(caught), caught[0].message)
 
 
 def test_many_processes_write_and_read_one_folder(tmp_path):
+    """Without locks.
+
+    Fault: many processes use one cache at the same time
+    Happens: each reads whole entries only; the last writer of an entry wins
+    Kept: all entries
+    """
     code = """
 import pathlib
 folder, own = pathlib.Path(sys.argv[1]), float(sys.argv[2])
@@ -287,6 +312,13 @@ for round in range(25):
 
 
 def test_a_kill_in_the_middle_of_a_write_leaves_a_whole_entry_or_none(tmp_path):
+    """Entries are put in place in one step.
+
+    Fault: the process is killed while it writes to the cache
+    Happens: the next run reads whole entries only, and clears what was left
+      half-written
+    Kept: every entry that was in place
+    """
     # Slow writes make it likely, and the leftover certain, that the kill hits one.
     code = """
 import os, pathlib, time

@@ -177,7 +177,9 @@ def disagree(setup) -> dict:
     told = {}
     for kind in ODD:
         try:
-            init_oddly(kind if setup["index"] == setup["count"] - 1 else "", kind, params)
+            init_oddly(
+                kind if setup["index"] == setup["count"] - 1 else "", kind, params
+            )
         except ValueError as error:
             told[kind] = str(error)
     print(json.dumps(told), flush=True)

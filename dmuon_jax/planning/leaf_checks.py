@@ -15,7 +15,9 @@ def check_leaf(leaf: Leaf) -> None:
     if normalize_axes(len(leaf.shape), *axes, path=leaf.path) != axes:
         raise ValueError(f"axes must not be negative, got {axes} at {leaf.path}")
     if leaf.pieces and not covers(leaf):
-        raise ValueError(f"pieces must cover a parcel once, got {leaf.pieces} at {leaf.path}")
+        raise ValueError(
+            f"pieces must cover a parcel once, got {leaf.pieces} at {leaf.path}"
+        )
 
 
 def covers(leaf: Leaf) -> bool:
@@ -23,7 +25,10 @@ def covers(leaf: Leaf) -> bool:
     axis, count = leaf.pieces[0].axis, len(leaf.pieces)
     side = leaf.parcel_shape[min(max(axis, 0), 1)]
     starts = itertools.accumulate((piece.size for piece in leaf.pieces), initial=0)
-    rows = [Piece(axis, start, x.size) for start, x in zip(starts, leaf.pieces, strict=False)]
+    rows = [
+        Piece(axis, start, x.size)
+        for start, x in zip(starts, leaf.pieces, strict=False)
+    ]
     follow = leaf.pieces == tuple(rows) and sum(x.size for x in leaf.pieces) == side
     turns = tuple(Piece(axis, i, side // count, count) for i in range(count))
     alternate = leaf.pieces == turns and side % count == 0
@@ -33,6 +38,4 @@ def covers(leaf: Leaf) -> bool:
 
 def check_dtype(name: str, dtype: str) -> None:
     if dtype not in ITEMSIZE:
-        raise ValueError(
-            f"{name} must be one of {sorted(ITEMSIZE)}, got {dtype!r}"
-        )
+        raise ValueError(f"{name} must be one of {sorted(ITEMSIZE)}, got {dtype!r}")

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import math
 import typing
-from typing import Any, TypeVar
+from typing import Any
 
-Read = TypeVar("Read")
+NOTHING = dataclasses.MISSING
 
 
 def read_json(text: str) -> Any:
@@ -21,7 +21,7 @@ def read_json(text: str) -> Any:
         raise ValueError(f"a plan must be JSON: {error}") from error
 
 
-def read(kind: type[Read], value: Any, where: str) -> Read:
+def read(kind: Any, value: Any, where: str) -> Any:
     """``value``, as JSON holds it, as an instance of ``kind``.
 
     Args:
@@ -41,7 +41,9 @@ def read(kind: type[Read], value: Any, where: str) -> Read:
         if arguments[-1] is Ellipsis:
             arguments = arguments[:1] * len(value)
         if len(value) != len(arguments):
-            raise ValueError(f"{where} must have {len(arguments)} entries, got {value!r}")
+            raise ValueError(
+                f"{where} must have {len(arguments)} entries, got {value!r}"
+            )
         items = zip(arguments, value, strict=True)
         return tuple(read(t, x, f"{where}[{i}]") for i, (t, x) in enumerate(items))
     if origin is typing.Literal:
@@ -56,15 +58,16 @@ def read(kind: type[Read], value: Any, where: str) -> Read:
     return value
 
 
-def read_fields(kind: type[Read], value: Any, where: str) -> Read:
-    """A dataclass from an object with exactly its fields."""
+def read_fields(kind: Any, value: Any, where: str) -> Any:
+    """A dataclass from an object with its fields; those with a default may be missing."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, got {value!r}")
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    if set(value) != set(names):
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    missing = sorted(n for n in set(fields) - set(value) if fields[n] is NOTHING)
+    if missing or set(value) - set(fields):
         raise ValueError(
-            f"{where} must have the fields of {kind.__name__}: missing "
-            f"{sorted(set(names) - set(value))}, unknown {sorted(set(value) - set(names))}"
+            f"{where} must have the fields of {kind.__name__}: missing {missing}, "
+            f"unknown {sorted(set(value) - set(fields))}"
         )
-    return kind(**{n: read(hints[n], value[n], f"{where}.{n}") for n in names})
+    return kind(**{n: read(hints[n], x, f"{where}.{n}") for n, x in value.items()})
