@@ -1,7 +1,7 @@
 # make demo    trains with AdamW, optax.contrib.muon and dmuon (about 5 minutes)
 # make test    runs the tests
 # make bench   times the optimizers' updates
-# make check   checks the style
+# make check   checks style and types
 # make test-cuda PYTHON=python3.12 VENV=.venv-cuda    compiles for GPUs without one
 #
 # Each makes its own environment in .venv first. PYTHON=python3.12 chooses the Python,
@@ -41,6 +41,7 @@ test-cuda: $(VENV)/has-test
 
 check: $(VENV)/has-check
 	$(in_venv) -m ruff check dmuon_jax tests bench notebooks $(ARGS)
+	$(in_venv) -m pyright --pythonpath $(in_venv)
 
 environment: $(VENV)/has-test
 
@@ -59,6 +60,6 @@ $(VENV)/has-demo $(VENV)/has-test: $(VENV)/has-%: $(VENV)/made-by pyproject.toml
 	@$(install) -e ".[$*]"
 	@touch $@
 
-$(VENV)/has-check: $(VENV)/made-by
-	@$(install) ruff
+$(VENV)/has-check: $(VENV)/has-test
+	@$(install) ruff "pyright[nodejs]"
 	@touch $@

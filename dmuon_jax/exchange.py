@@ -192,6 +192,9 @@ def all_to_all(x: jax.Array, side: Side) -> jax.Array:
     if side.mesh.size(names) == 1:
         return x
     flat = x.reshape(side.mesh.size(names), *x.shape[len(names) :])
+    # XLA:CPU would else take EMPTY blocks apart from the others, give them another layout,
+    # and refuse its own program.
+    flat = jax.lax.optimization_barrier(flat)
     flat = jax.lax.all_to_all(flat, names, split_axis=0, concat_axis=0, tiled=True)
     return flat.reshape(x.shape)
 

@@ -1,20 +1,32 @@
 """Finds the plan of a tree: given, or made from the shardings that can be seen."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from dmuon_jax.agreement import check_agreement, must_agree
+from dmuon_jax.costs import (
+    how_to_measure,
+    measured_table,
+    obstacle,
+    spans_processes,
+)
 from dmuon_jax.leaves import make_leaves, make_settings, name_some, see_one
+from dmuon_jax.matrices import Leaf
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.plan_checks import check_agrees, check_fits
-from dmuon_jax.planning.build import make_plan
+from dmuon_jax.planning.build import Settings, make_plan
+from dmuon_jax.planning.compare import AUTO, cheapest_plan, owner_axes_candidates
+from dmuon_jax.planning.cost import TableCost
 from dmuon_jax.planning.plan import Plan
-from dmuon_jax.routing import DimensionNumbers, matrices_of
+from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import AnyMesh, Seen, find_mesh, given_shardings, mesh_shape
+from dmuon_jax.split import Dimensions
+from dmuon_jax.tree_checks import check_arrays
+from dmuon_jax.update_time import UpdatePath
 
 HOW_TO_TELL = (
     "pass param_shardings= (a tree of NamedSharding) or plan= (from plan_owners), or call "
@@ -36,22 +48,28 @@ class PlanFinder:
     The memory holds what an eager ``init`` saw, for a later trace in which specs are hidden.
     """
 
-    def __init__(self, options: OwnerOptions):
+    def __init__(self, options: OwnerOptions, path: UpdatePath | None = None):
         self.options = options
+        self.path = UpdatePath() if path is None else path
         self.given = given_shardings(options.param_shardings)
         self.memory: dict[tuple, Plan] = {}
         self.plans: dict[tuple, Plan] = {}
         self.meshes: dict[Any, AnyMesh] = {}
-        self.agreed: set[Plan] = set()
+        self.tables: dict[tuple, TableCost] = {}
+        self.agreed: set[Any] = set()
 
     def find(
-        self, arrays: Mapping[str, Any], dims: Mapping[str, DimensionNumbers]
+        self,
+        arrays: Mapping[str, Any],
+        dims: Mapping[str, Dimensions],
+        at_init: bool = False,
     ) -> Found:
         """The plan for ``arrays``, all of them matrices or stacks of matrices.
 
         Args:
           arrays: by path; arrays, tracers or ``ShapeDtypeStruct``s.
           dims: dimension numbers by path.
+          at_init: whether costs may be measured though no one asked for it.
 
         Raises:
           ValueError: unknown shardings, a plan made for something else, or other plans in
@@ -65,7 +83,7 @@ class PlanFinder:
         key = (tuple((path, np.shape(x)) for path, x in arrays.items()), shape)
         hidden = [path for path, item in seen.items() if item.spec is None]
         if not hidden:
-            self.memory[key] = self.make(arrays, dims, seen, mesh)
+            self.memory[key] = self.make(arrays, dims, seen, mesh, at_init)
         elif key not in self.memory:
             raise ValueError(
                 f"the sharding of a traced parameter must be told on a mesh with Auto axes "
@@ -76,29 +94,70 @@ class PlanFinder:
     def make(
         self,
         arrays: Mapping[str, Any],
-        dims: Mapping[str, DimensionNumbers],
+        dims: Mapping[str, Dimensions],
         seen: Mapping[str, Seen],
         mesh: AnyMesh | None,
+        at_init: bool = False,
     ) -> Plan:
-        """Solves a plan, once for each set of leaves and mesh."""
+        """Solves a plan, once for each set of leaves, mesh and costs."""
         momentum = self.options.momentum_shardings
         leaves = make_leaves(arrays, dims, seen, mesh, momentum)
         settings = make_settings(self.options, mesh)
         key = (tuple(leaves), mesh_shape(mesh), settings)
-        if key not in self.plans:
-            self.plans[key] = make_plan(leaves, mesh_shape(mesh), settings)
-        plan = self.plans[key]
-        if plan not in self.agreed and must_agree(arrays.values(), mesh):
-            facts = {"parameters": repr(leaves), "costs or options": repr(settings)}
-            check_agreement({**facts, "owners": plan.to_json()})
+        shared = must_agree(arrays.values(), mesh)
+        if shared and key not in self.agreed:
+            options = repr((settings, self.options.owner_axes, self.options.costs))
+            check_agreement({"parameters": repr(leaves), "costs or options": options})
+            self.agreed.add(key)
+        table = self.table(key, arrays.values(), mesh, at_init)
+        if table is not None:
+            settings = dataclasses.replace(settings, cost=table)
+        solved = (*key, table)
+        if solved not in self.plans:
+            self.plans[solved] = solve(leaves, mesh, settings, self.options)
+        plan = self.plans[solved]
+        if shared and plan not in self.agreed:
+            check_agreement({"owners": plan.to_json()})
             self.agreed.add(plan)
         return plan
+
+    def table(
+        self, key: tuple, arrays: Iterable[Any], mesh: AnyMesh | None, at_init: bool
+    ) -> TableCost | None:
+        """The costs measured for ``key``, now or before; None to plan without.
+
+        Raises:
+          ValueError: if they were asked for by name and cannot be measured now.
+        """
+        leaves, shape, settings = key
+        how, needed = how_to_measure(self.options.costs, settings.platform, at_init)
+        if how is None or key in self.tables:
+            return self.tables.get(key)
+        why_not = obstacle(arrays, mesh)
+        if why_not and needed:
+            raise ValueError(
+                f"costs must be measured beforehand where {why_not}: call init on the real "
+                "arrays, or pass costs=measure_costs(...) or costs='roofline'"
+            )
+        if why_not:
+            return None
+        candidates = [settings.owner_axes]
+        if self.options.owner_axes == AUTO:
+            candidates = owner_axes_candidates(leaves, shape, settings.bandwidths)
+        path = dataclasses.replace(
+            self.path,
+            compute_dtype=settings.compute_dtype,
+            exchange_dtype=settings.exchange_dtype,
+        )
+        work = (path, settings.method, leaves, mesh, candidates)
+        self.tables[key] = measured_table(how, *work)
+        return self.tables[key]
 
     def given_plan(
         self,
         plan: Plan,
         arrays: Mapping[str, Any],
-        dims: Mapping[str, DimensionNumbers],
+        dims: Mapping[str, Dimensions],
         seen: Mapping[str, Seen],
         mesh: AnyMesh | None,
     ) -> Found:
@@ -117,6 +176,14 @@ class PlanFinder:
         return Found(plan, mesh)
 
 
+def solve(
+    leaves: Sequence[Leaf], mesh: AnyMesh | None, settings: Settings, options: OwnerOptions
+) -> Plan:
+    """The plan for ``leaves``, over the owner axes that ``options`` name or leave open."""
+    make = cheapest_plan if options.owner_axes == AUTO else make_plan
+    return make(leaves, mesh_shape(mesh), settings)
+
+
 def plan_owners(
     params: Any,
     mesh: AnyMesh | None = None,
@@ -126,7 +193,10 @@ def plan_owners(
     muon_weight_dimension_numbers: Any = None,
     **options: Any,
 ) -> Plan:
-    """The plan that ``dmuon`` would make, without running anything.
+    """The plan that ``dmuon`` would make by a roofline, without running anything.
+
+    On GPU and TPU an eager ``init`` measures its costs by default; ``costs="measured"`` does
+    so here, and ``dmuon(plan=...)`` then uses this plan.
 
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct``; those that go to Adam are left
@@ -135,8 +205,10 @@ def plan_owners(
       param_shardings: as for ``dmuon``.
       momentum_shardings: as for ``dmuon``.
       muon_weight_dimension_numbers: as for ``dmuon``.
-      **options: ``compute_dtype``, ``exchange_dtype``, ``method``, ``owner_axes``,
-        ``max_wave_bytes``: as for ``dmuon``.
+      **options: ``compute_dtype``, ``exchange_dtype``, ``method``, ``implementation``,
+        ``owner_axes``, ``max_wave_bytes``, ``max_owner_bytes``, ``costs``: as for ``dmuon``.
+        This function never communicates, and so refuses to measure for a mesh that spans
+        processes: measure in one, and share the table.
 
     Returns:
       The plan: hashable, with ``summary()``, ``to_json()`` and ``Plan.from_json``.
@@ -152,6 +224,7 @@ def plan_owners(
     kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
     if mesh is not None and not isinstance(mesh, kinds):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
+    check_arrays("params", params)
     arrays, dims = matrices_of(params, muon_weight_dimension_numbers)
     given = given_shardings(param_shardings)
     seen = {path: see_one(x, path, given) for path, x in arrays.items()}
@@ -168,5 +241,16 @@ def plan_owners(
             f"the sharding of each leaf must be known on {mesh_shape(mesh)}: pass "
             f"param_shardings=; unknown at {name_some(hidden)}"
         )
+    finder = PlanFinder(choices, UpdatePath(implementation=choices.implementation))
     leaves = make_leaves(arrays, dims, seen, mesh, momentum_shardings)
-    return make_plan(leaves, mesh_shape(mesh), make_settings(choices, mesh))
+    settings = make_settings(choices, mesh)
+    if how_to_measure(choices.costs, settings.platform, False)[1] and spans_processes(mesh):
+        raise ValueError(
+            "costs must be measured in one process and shared where the mesh spans several: "
+            "pass costs=TableCost.from_json(text) with to_json() of its measure_costs(...)"
+        )
+    key = (tuple(leaves), mesh_shape(mesh), settings)
+    table = finder.table(key, arrays.values(), mesh, at_init=False)
+    if table is not None:
+        settings = dataclasses.replace(settings, cost=table)
+    return solve(leaves, mesh, settings, choices)

@@ -85,7 +85,7 @@ def gram_iterations(
 def traced_iterations(
     x: jax.Array,
     coefficients: jax.Array,
-    steps: jax.Array,
+    steps: int | jax.Array,
     implementation: Implementation,
 ) -> jax.Array:
     """As ``gram_iterations``, for a number of steps that only run time knows."""

@@ -220,6 +220,9 @@ def leaf_layout(leaf: Leaf, mesh: MeshShape, owner_axes: Axes) -> LeafLayout:
         rest = leaf.shape[axis] // mesh.size(cuts)
         batch.append(BatchDim(extra_in, extra_out, rest))
     forced = both + forced_in + forced_out
+    # An axis of one device that no spec names would only add a collective that moves nothing.
+    idle = {n for n in mesh.names if mesh.size((n,)) == 1}
+    idle -= {n for axes in (*leaf.spec_in, *leaf.spec_out) for n in axes}
     dims = {
         axis: MatrixDim(leaf.shape[axis], leaf.spec_in[axis], leaf.spec_out[axis])
         for axis in leaf.reduction_axes + leaf.output_axes
@@ -233,7 +236,7 @@ def leaf_layout(leaf: Leaf, mesh: MeshShape, owner_axes: Axes) -> LeafLayout:
         both=mesh.ordered(both),
         forced_in=mesh.ordered(forced_in),
         forced_out=mesh.ordered(forced_out),
-        free=tuple(n for n in mesh.ordered(owner_axes) if n not in forced),
+        free=tuple(n for n in mesh.ordered(owner_axes) if n not in {*forced, *idle}),
     )
     return LeafLayout(leaf, layout, tuple(batch))
 

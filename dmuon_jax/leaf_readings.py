@@ -118,12 +118,16 @@ class Subtrees:
             for letters in reading.letters(leaf)
             if shape is not None
             and len(letters) == len(shape)
-            and (leaf.role.kind == "vector" or self.agrees(leaf, reading, letters))
+            and (
+                leaf.role.kind == "vector"
+                or self.agrees(leaf, reading, letters, shape)
+            )
         ]
 
-    def agrees(self, leaf: Named, reading: Reading, letters: str) -> bool:
+    def agrees(
+        self, leaf: Named, reading: Reading, letters: str, sizes: tuple[int, ...]
+    ) -> bool:
         """Whether a matrix agrees with its bias, and Gemma's gate with what follows it."""
-        sizes = reading.without_layers(leaf.shape)
         outputs = [n for n, x in zip(sizes, letters, strict=True) if x != "i"]
         owner = owner_of(leaf.names)
         *parent, last = owner or ("",)
@@ -154,6 +158,8 @@ class Subtrees:
         found: dict[MuonDimensionNumbers | str | None, str] = {}
         for reading in standing:
             axes = reading.axes(len(leaf.shape))
+            if axes is None:  # such a reading stands in no subtree that holds the leaf
+                continue
             if leaf.role.kind != "matrix":
                 lengths = [leaf.shape[axis] for axis in axes if leaf.shape[axis] != 1]
                 if len(lengths) < 2:

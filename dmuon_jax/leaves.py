@@ -7,24 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmuon_jax.matrices import Leaf, MeshShape
-from dmuon_jax.options import OwnerOptions, dtype_name
+from dmuon_jax.costs import Measured
+from dmuon_jax.dtypes import dtype_name
+from dmuon_jax.matrices import Leaf, MeshShape, Spec
+from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
+from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.cost import RooflineCost
 from dmuon_jax.planning.devices import axis_bandwidths, device_of_kind
-from dmuon_jax.routing import DimensionNumbers
 from dmuon_jax.shardings import (
     AnyMesh,
     Seen,
     device_kind,
     given_shardings,
+    known,
     lookup,
     mesh_shape,
     see,
     spec_of,
     zero_spec,
 )
-from dmuon_jax.split import matrix_axes, pieces_of
+from dmuon_jax.split import Dimensions, matrix_axes, pieces_of
 
 
 def see_one(x: Any, path: str, given) -> Seen:
@@ -39,7 +42,7 @@ def see_one(x: Any, path: str, given) -> Seen:
 
 def make_leaves(
     arrays: Mapping[str, Any],
-    dims: Mapping[str, DimensionNumbers],
+    dims: Mapping[str, Dimensions],
     seen: Mapping[str, Seen],
     mesh: AnyMesh | None,
     momentum_shardings: Any,
@@ -67,16 +70,12 @@ def make_leaves(
 def make_leaf(
     path: str,
     x: Any,
-    dim: DimensionNumbers,
+    dim: Dimensions,
     seen: Seen,
     mesh: MeshShape,
     momentum: jax.sharding.NamedSharding | None,
 ) -> Leaf:
     """Describes one array."""
-    if dim is None:
-        raise ValueError(
-            f"a leaf updated by Muon must have dimension numbers, at {path}"
-        )
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(
             f"a leaf updated by Muon must be floating point, got {x.dtype} at {path}"
@@ -88,14 +87,17 @@ def make_leaf(
         )
     reduction, output = matrix_axes(dim, ndim, path)
     # An array on one device beside others on a mesh is replicated when it joins them.
-    spec_out = seen.spec if seen.mesh is not None else ((),) * ndim
+    spec_out = ((),) * ndim
+    if seen.mesh is not None:
+        spec_out = known(seen, path)
     batch = [axis for axis in range(ndim) if axis not in reduction + output]
-    if momentum is not None:
-        spec_in = spec_of(momentum.spec, ndim, path)
-    elif any(spec_out) or mesh.num_devices == 1:
+    wanted = None if momentum is None else momentum_spec(momentum, mesh, ndim, path)
+    if mesh.num_devices == 1 or (wanted is None and any(spec_out)):
         spec_in = spec_out
-    else:
+    elif wanted is None:
         spec_in = zero_spec(x.shape, batch, mesh)
+    else:
+        spec_in = wanted
     return Leaf(
         path=path,
         shape=tuple(x.shape),
@@ -108,10 +110,31 @@ def make_leaf(
     )
 
 
+def momentum_spec(
+    momentum: jax.sharding.NamedSharding, mesh: MeshShape, ndim: int, path: str
+) -> Spec:
+    """The spec that a caller gives a momentum.
+
+    Raises:
+      ValueError: if it is for another mesh than the parameter's, or has too many entries.
+    """
+    own = mesh_shape(momentum.mesh)
+    if own != mesh and max(own.num_devices, mesh.num_devices) > 1:
+        raise ValueError(
+            f"momentum_shardings must be on the mesh of the parameters {mesh}, got {own} "
+            f"at {path}"
+        )
+    return spec_of(momentum.spec, ndim, path)
+
+
 def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
-    """Planning settings for the devices of ``mesh``."""
+    """Planning settings for the devices of ``mesh``: by a roofline, or by given costs.
+
+    With ``owner_axes="auto"`` they name all axes.
+    """
     shape = mesh_shape(mesh)
-    owner_axes = shape.names if options.owner_axes is None else options.owner_axes
+    named = options.owner_axes not in (None, AUTO)
+    owner_axes = options.owner_axes if named else shape.names
     unknown = sorted(set(owner_axes) - set(shape.names))
     if unknown and mesh is not None:
         raise ValueError(
@@ -119,10 +142,15 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
         )
     platform, kind = device_kind(mesh)
     device = device_of_kind(platform, kind)
+    if platform not in COMPUTE_DTYPE:
+        platform = "cpu"  # whose defaults are the careful ones
     compute_dtype = dtype_name("compute_dtype", options.compute_dtype)
+    cost = options.costs
+    if cost is None or isinstance(cost, str | Measured):
+        cost = RooflineCost(device, compute_dtype or COMPUTE_DTYPE[platform])
     return Settings(
         owner_axes=shape.ordered(owner_axes),
-        cost=RooflineCost(device, compute_dtype or COMPUTE_DTYPE[platform]),
+        cost=cost,
         platform=platform,
         exchange_dtype=dtype_name("exchange_dtype", options.exchange_dtype),
         compute_dtype=compute_dtype,
@@ -131,6 +159,7 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
             device, tuple(zip(shape.names, shape.sizes, strict=True))
         ),
         max_wave_bytes=options.max_wave_bytes,
+        max_owner_bytes=options.max_owner_bytes,
     )
 
 

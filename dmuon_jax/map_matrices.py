@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dmuon_jax.apply_plan import apply_plan, on_specs
+from dmuon_jax.apply_plan import apply_plan, cross
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.find_plan import PlanFinder
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
@@ -73,7 +73,8 @@ def orthogonalize(
       restarts: as for ``dmuon``.
       weight_dimension_numbers: as ``muon_weight_dimension_numbers`` of ``dmuon``.
       **options: ``plan``, ``param_shardings``, ``compute_dtype``, ``exchange_dtype``,
-        ``method``, ``implementation``, ``owner_axes``: as for ``dmuon``.
+        ``method``, ``implementation``, ``owner_axes``, ``costs`` (measured only where named):
+        as for ``dmuon``.
 
     Returns:
       A tree like ``tree``: shapes, dtypes and shardings.
@@ -117,7 +118,7 @@ def map_tree(
     """``apply_plan`` on the leaves that ``rule`` calls matrices."""
     arrays, dims = matrices_of(tree, rule)
     found = PlanFinder(options).find(arrays, dims)
-    results = apply_plan(fn, on_specs(arrays, found, "in"), found, operands)
+    results = apply_plan(fn, cross(arrays, found, "in"), found, operands)
 
     def pick(path, x):
         name = leaf_name(path)

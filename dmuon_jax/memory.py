@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 
 KINDS = (None, "device", "pinned_host")
 
@@ -27,7 +28,7 @@ def check_kinds(given: Mapping[str, jax.sharding.NamedSharding]) -> None:
 
 def on_host(x: Any) -> bool:
     """Whether an array, a tracer or a type is in host memory."""
-    kind = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    kind = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return kind.memory_space == jax.memory.Space.Host
 
 

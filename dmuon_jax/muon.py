@@ -1,12 +1,13 @@
 """``dmuon``: Muon for matrices, AdamW for the rest. Mirrors ``optax.contrib.muon``."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.costs import Costs
 from dmuon_jax.decay import add_cautious_decayed_weights
 from dmuon_jax.paths import by_path
 from dmuon_jax.place_state import place_state
@@ -16,6 +17,7 @@ from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
 from dmuon_jax.shardings import find_mesh, finish_sum, given_shardings, see
 from dmuon_jax.transform import check_number, scale_by_dmuon, update_dtypes
+from dmuon_jax.tree_checks import check_arrays, check_update
 
 
 def dmuon(
@@ -24,7 +26,7 @@ def dmuon(
     ns_steps: jax.typing.ArrayLike = 5,
     beta: jax.typing.ArrayLike = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any = None,
     mu_dtype: jax.typing.DTypeLike | None = None,
     *,
@@ -34,7 +36,7 @@ def dmuon(
     adam_b1: jax.typing.ArrayLike = 0.9,
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_eps_root: jax.typing.ArrayLike = 0.0,
-    adam_weight_decay: jax.typing.ArrayLike = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: Any = None,
     consistent_rms: jax.typing.ArrayLike | None = None,
@@ -45,8 +47,10 @@ def dmuon(
     exchange_dtype: jax.typing.DTypeLike | None = None,
     method: Method | None = None,
     implementation: str | None = None,
-    owner_axes: tuple[str, ...] | None = None,
+    owner_axes: tuple[str, ...] | Literal["auto"] | None = None,
     max_wave_bytes: int | None = None,
+    max_owner_bytes: int | None = None,
+    costs: Costs = None,
     restarts: tuple[int, ...] | None = None,
     bias_correction: bool = True,
     sign_momentum: bool = False,
@@ -108,10 +112,20 @@ def dmuon(
       method: "direct" or "gram"; None: what the planner finds faster for each shape.
       implementation: "xla", "pallas", or None for the fastest that runs here.
       owner_axes: mesh axes over which owners are spread; along the others the iteration is
-        repeated. None: all.
+        repeated. None: all. "auto": the choice whose iterations and exchange take least
+        time, a plan for each being made; the plan lists the others.
       max_wave_bytes: limit on the whole matrices (in float32) that a device holds at a
         time; leaves are then worked through in waves, two at most under way. None: no
         limit.
+      max_owner_bytes: limit on the matrices that an owner gets, of all waves together, in
+        bytes of the exchange dtype; plans above it are not made. None: no limit.
+      costs: what owners' work takes: "measured" on this device (by ``measure_costs``; on
+        several processes the first one measures and all use its table), "roofline" of the
+        kind of device, ``Measured(cache=..., budget_s=...)``, a table from
+        ``measure_costs``, or any cost model (hashable, with a ``repr`` that tells all). None:
+        an eager ``init`` on GPU or TPU measures (once, in a budget of a minute), elsewhere
+        and in a trace a roofline. "measured" needs an eager ``init`` before any trace; with
+        ``inject_hyperparams``, whose inner transforms forget, pass a table or ``plan``.
       restarts: steps (0-based) before which the Gram form starts afresh, as
         ``restarts.choose_restarts`` finds them for a table. None: 2, 5, 8 and so on.
       bias_correction: whether the momentum is bias-corrected, as in optax. Without it the
@@ -149,9 +163,14 @@ def dmuon(
             f"matrix_transform must be a GradientTransformation, got {matrix_transform!r}"
         )
     router = Router(muon_weight_dimension_numbers)
-    decay = optax.add_decayed_weights
-    if cautious_weight_decay:
-        decay = add_cautious_decayed_weights
+    if not cautious_weight_decay:
+        decay = optax.add_decayed_weights(weight_decay, weight_decay_mask)
+    elif callable(weight_decay):
+        raise NotImplementedError(
+            "weight_decay must be a number where it is cautious, got a schedule"
+        )
+    else:
+        decay = add_cautious_decayed_weights(weight_decay, weight_decay_mask)
     matrices = optax.chain(
         scale_by_dmuon(
             ns_coeffs,
@@ -172,13 +191,15 @@ def dmuon(
             implementation=implementation,
             owner_axes=owner_axes,
             max_wave_bytes=max_wave_bytes,
+            max_owner_bytes=max_owner_bytes,
+            costs=costs,
             restarts=restarts,
             bias_correction=bias_correction,
             sign_momentum=sign_momentum,
         ),
         *([] if matrix_transform is None else [matrix_transform]),
         scale_by_matrix_shape(router.dimensions, consistent_rms),
-        decay(weight_decay, weight_decay_mask),
+        decay,
         optax.scale_by_learning_rate(learning_rate),
     )
     others = optax.adamw(
@@ -224,6 +245,7 @@ def on_mesh(
     """
 
     def init_fn(params):
+        check_arrays("params", params)
         state = tx.init(params)
         mesh = find_mesh({path: see(x, path) for path, x in by_path(params).items()})
         for sharding in given_shardings(param_shardings).values():
@@ -233,6 +255,7 @@ def on_mesh(
         return state
 
     def update_fn(updates, state, params=None):
+        check_update(updates, state, params)
         new, state = tx.update(updates, state, params)
         dtypes = update_dtypes(updates, params)
         return jax.tree.map(lambda x, dtype: x.astype(dtype), new, dtypes), state

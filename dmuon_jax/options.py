@@ -1,13 +1,14 @@
 """What ``dmuon`` takes beyond ``optax.contrib.muon``, checked at construction."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
-import jax
-
+from dmuon_jax.costs import Costs, check_costs
+from dmuon_jax.dtypes import dtype_name
 from dmuon_jax.kernels.select import check_implementation
 from dmuon_jax.matrices import Axes
 from dmuon_jax.memory import check_kinds
+from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.shardings import given_shardings
@@ -24,8 +25,10 @@ class OwnerOptions:
     exchange_dtype: Any = None
     method: Method | None = None
     implementation: str | None = None
-    owner_axes: Axes | None = None
+    owner_axes: Axes | Literal["auto"] | None = None
     max_wave_bytes: int | None = None
+    max_owner_bytes: int | None = None
+    costs: Costs = None
 
     def __post_init__(self):
         if self.plan is not None and not isinstance(self.plan, Plan):
@@ -35,26 +38,21 @@ class OwnerOptions:
                 f"method must be None, 'direct' or 'gram', got {self.method!r}"
             )
         check_implementation(self.implementation)
-        if self.max_wave_bytes is not None and self.max_wave_bytes < 1:
-            raise ValueError(f"max_wave_bytes must be positive, got {self.max_wave_bytes}")
+        for name in ("max_wave_bytes", "max_owner_bytes"):
+            limit = vars(self)[name]
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be positive, got {limit}")
+        if isinstance(self.owner_axes, str) and self.owner_axes != AUTO:
+            raise ValueError(
+                f"owner_axes must be None, 'auto' or a tuple of axes, got "
+                f"{self.owner_axes!r}"
+            )
+        check_costs(self.costs)
+        if self.plan is not None and self.costs is not None:
+            raise ValueError(
+                "costs must be None with plan=, which was made with its own, got "
+                f"{self.costs!r}"
+            )
         check_kinds(given_shardings(self.momentum_shardings))
         dtype_name("compute_dtype", self.compute_dtype)
         dtype_name("exchange_dtype", self.exchange_dtype)
-
-
-def dtype_name(name: str, dtype: Any) -> str | None:
-    """The name of a real floating dtype, or None for None.
-
-    Raises:
-      ValueError: if it is not one.
-    """
-    if dtype is None:
-        return None
-    allowed = ("float16", "bfloat16", "float32", "float64")
-    try:
-        found = jax.dtypes.canonicalize_dtype(dtype).name
-    except TypeError as error:
-        raise ValueError(f"{name} must be one of {allowed}, got {dtype!r}") from error
-    if found not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {found!r}")
-    return found

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dmuon_jax.matrices import Spec
@@ -33,15 +34,15 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
     kept = kept_specs(params)
 
     def place(x):
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer):
             return x
-        here = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
-        key = spec_of(x.sharding.spec, x.ndim, "state") if here else ((),) * x.ndim
-        spec = spell(key, mesh, kept)
-        kind = x.sharding.memory_kind if here else None
-        sharding = NamedSharding(mesh, spec, memory_kind=kind)
-        if here:
-            return jax.device_put(x, sharding)
+        old = x.sharding
+        if isinstance(old, NamedSharding) and old.mesh == mesh:
+            spec = spell(spec_of(old.spec, x.ndim, "state"), mesh, kept)
+            return jax.device_put(
+                x, NamedSharding(mesh, spec, memory_kind=old.memory_kind)
+            )
+        sharding = NamedSharding(mesh, spell(((),) * x.ndim, mesh, kept))
         value = np.asarray(x)
         # A copy for each device: those of a CPU would else share one buffer.
         copies = [

@@ -5,17 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from dmuon_jax.options import OwnerOptions, dtype_name
+from dmuon_jax.dtypes import dtype_name
+from dmuon_jax.options import OwnerOptions
+from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.plan import Plan
-from dmuon_jax.routing import DimensionNumbers
 from dmuon_jax.shardings import AnyMesh, Seen, mesh_shape
-from dmuon_jax.split import matrix_axes, pieces_of
+from dmuon_jax.split import Dimensions, matrix_axes, pieces_of
 
 
 def check_fits(
     plan: Plan,
     arrays: Mapping[str, Any],
-    dims: Mapping[str, DimensionNumbers],
+    dims: Mapping[str, Dimensions],
     seen: Mapping[str, Seen],
     mesh: AnyMesh | None,
 ) -> None:
@@ -66,7 +67,7 @@ def check_agrees(plan: Plan, options: OwnerOptions) -> None:
         "method": (options.method, {bucket.method for bucket in plan.buckets}),
         "owner_axes": (
             None
-            if options.owner_axes is None
+            if options.owner_axes in (None, AUTO)
             else plan.mesh.ordered(options.owner_axes),
             {plan.owner_axes},
         ),

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 
 def max_attention_logits(
@@ -48,14 +49,14 @@ def max_attention_logits(
 
 
 def clip_factors(
-    max_logits: jax.Array, threshold: jax.typing.ArrayLike = 100.0
+    max_logits: jax.Array, threshold: float | jax.Array = 100.0
 ) -> jax.Array:
     """``min(1, threshold / max_logits)``; 1 where the logit is not finite.
 
     Raises:
       ValueError: if ``threshold`` is not positive.
     """
-    if not isinstance(threshold, jax.core.Tracer) and not threshold > 0:
+    if not isinstance(threshold, Tracer) and not threshold > 0:
         raise ValueError(f"threshold must be positive, got {threshold}")
     above = jnp.isfinite(max_logits) & (max_logits > threshold)
     return jnp.where(above, threshold / jnp.where(above, max_logits, 1), 1)
@@ -65,7 +66,7 @@ def clip_qk(
     query: Any,
     key: Any,
     max_logits: jax.Array,
-    threshold: jax.typing.ArrayLike = 100.0,
+    threshold: float | jax.Array = 100.0,
 ) -> tuple[Any, Any]:
     """Query and key weights whose logits are scaled by each head's factor.
 
@@ -102,7 +103,7 @@ def clip_mla(
     key_value_up: Any,
     max_logits: jax.Array,
     content_dim: int,
-    threshold: jax.typing.ArrayLike = 100.0,
+    threshold: float | jax.Array = 100.0,
 ) -> tuple[Any, Any]:
     """As ``clip_qk`` for multi-head latent attention, with its rotary key left alone.
 
@@ -123,13 +124,13 @@ def clip_mla(
     root = jnp.sqrt(gamma)
     one = jnp.ones_like(gamma)
     return (
-        scale_heads(query_up, root, gamma, content_dim),
-        scale_heads(key_value_up, root, one, content_dim),
+        scale_heads(query_up, root, (content_dim, gamma)),
+        scale_heads(key_value_up, root, (content_dim, one)),
     )
 
 
 def clip_attention(
-    params: Any, max_logits: Any, threshold: jax.typing.ArrayLike = 100.0
+    params: Any, max_logits: Any, threshold: float | jax.Array = 100.0
 ) -> Any:
     """``clip_qk`` on every attention module of a tree of parameters.
 
@@ -167,12 +168,11 @@ def clip_attention(
 def scale_heads(
     tree: Any,
     factors: jax.Array,
-    rest: jax.Array | None = None,
-    split: int | None = None,
+    rest: tuple[int, jax.Array] | None = None,
 ) -> Any:
     """Every leaf ``[layers..., ..., heads, dim]`` times ``factors`` ``[layers..., heads]``.
 
-    With ``split``, entries of ``dim`` from there on are multiplied by ``rest`` instead.
+    ``rest``: where in ``dim`` the entries start that take other factors, and those.
     """
 
     def scale(x):
@@ -186,8 +186,9 @@ def scale_heads(
         shape = (*layers, *(1,) * (x.ndim - depth - 2), heads, 1)
         factor = factors.reshape(shape)
         if rest is not None:
-            first = jnp.arange(x.shape[-1]) < split
-            factor = jnp.where(first, factor, rest.reshape(shape))
+            start, others = rest
+            first = jnp.arange(x.shape[-1]) < start
+            factor = jnp.where(first, factor, others.reshape(shape))
         return x * factor.astype(x.dtype)
 
     return jax.tree.map(scale, tree)

@@ -96,11 +96,10 @@ def gram(
     x: np.ndarray, table: Table, restarts: set[int], rounding: Rounding
 ) -> np.ndarray:
     """The Gram iteration as ``kernels.polynomial_chain`` does it, each product rounded."""
-    r = q = None
+    r, q = rounding(x @ x.T), np.eye(len(x), dtype=x.dtype)
     for step, (a, b, c) in enumerate(table):
         if step in restarts:
-            x, r = rounding(q @ x), None
-        if r is None:
+            x = rounding(q @ x)
             r, q = rounding(x @ x.T), np.eye(len(x), dtype=x.dtype)
         z = rounding(c * r @ r + b * r)
         q = rounding(q @ z + a * q)

@@ -79,11 +79,28 @@ class Router:
         return jax.tree.structure(part).unflatten(dims)
 
 
-def matrices_of(tree: Any, rule: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def matrix_dimensions(rule: Any, tree: Any) -> list[Dimensions]:
+    """As ``leaf_dimensions`` for a tree of matrices only.
+
+    Raises:
+      ValueError: for a leaf that ``rule`` sends to Adam.
+    """
+    arrays, found = matrices_of(tree, rule)
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        if leaf_name(path) not in arrays:
+            raise ValueError(
+                f"a leaf updated by Muon must have dimension numbers, got none at "
+                f"{leaf_name(path)}"
+            )
+    return list(found.values())
+
+
+def matrices_of(tree: Any, rule: Any) -> tuple[dict[str, Any], dict[str, Dimensions]]:
     """The leaves that ``rule`` calls matrices, and their dimension numbers, by path."""
     dims = leaf_dimensions(rule, tree)
     items = jax.tree_util.tree_leaves_with_path(tree)
-    arrays, numbers = {}, {}
+    arrays: dict[str, Any] = {}
+    numbers: dict[str, Dimensions] = {}
     for (path, x), dim in zip(items, dims, strict=True):
         if dim is not None:
             name = leaf_name(path)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dmuon_jax.routing import leaf_dimensions
+from dmuon_jax.routing import matrix_dimensions
 from dmuon_jax.split import scale_array
 
 
@@ -42,7 +42,7 @@ def scale_by_matrix_shape(
     def update_fn(updates, state, params=None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        dims = leaf_dimensions(dimensions, updates)
+        dims = matrix_dimensions(dimensions, updates)
         scaled = [
             multiply(x, scale_array(dim, x.shape, scale))
             for x, dim in zip(leaves, dims, strict=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dmuon_jax.matrices import Axes, MeshShape, Spec
@@ -33,6 +34,17 @@ class Seen:
     spec: Spec | None
 
 
+def known(seen: Seen, path: str) -> Spec:
+    """The spec that was seen.
+
+    Raises:
+      ValueError: if a trace hid it.
+    """
+    if seen.spec is None:
+        raise ValueError(f"the sharding of each array must be known, got none at {path}")
+    return seen.spec
+
+
 def see(x: Any, path: str) -> Seen:
     """Reads the sharding of an array, a tracer or a ``ShapeDtypeStruct``.
 
@@ -41,7 +53,7 @@ def see(x: Any, path: str) -> Seen:
       NotImplementedError: inside a ``shard_map``, where an array is one device's own.
     """
     nothing = Seen(None, ((),) * np.ndim(x))
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return see_type(x, path)
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or x.sharding is None:
         return nothing
@@ -56,7 +68,7 @@ def see(x: Any, path: str) -> Seen:
     )
 
 
-def see_type(x: jax.core.Tracer, path: str) -> Seen:
+def see_type(x: Tracer, path: str) -> Seen:
     """Reads a tracer's type."""
     kind = jax.typeof(x)
     mesh = kind.sharding.mesh
@@ -137,7 +149,7 @@ def device_kind(mesh: AnyMesh | None) -> tuple[str, str]:
         device = mesh.devices.flat[0]
         platform, kind = device.platform, device.device_kind
     elif mesh is not None and mesh.abstract_device is not None:
-        platform = mesh.abstract_device.platform
+        platform = mesh.abstract_device.platform or jax.default_backend()
         kind = mesh.abstract_device.device_kind
     else:
         device = jax.local_devices()[0]

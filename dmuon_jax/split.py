@@ -38,8 +38,7 @@ class Split:
     interleaved: bool = False
 
     def __post_init__(self):
-        whole = isinstance(self.parts, int)
-        sizes = (self.parts,) if whole or isinstance(self.parts, float) else self.parts
+        sizes = self.parts if isinstance(self.parts, tuple | list) else (self.parts,)
         if not sizes or any(not isinstance(n, int) or n < 1 for n in sizes):
             raise ValueError(f"parts must be positive integers, got {self.parts}")
         if self.axis not in ("reduction", "output"):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from optax.contrib import MuonState
@@ -12,7 +13,7 @@ from dmuon_jax.matrices import Leaf, Spec
 from dmuon_jax.memory import on_host
 from dmuon_jax.place_state import kept_specs, spell
 from dmuon_jax.planning.plan import Plan
-from dmuon_jax.shardings import find_mesh, mesh_shape, see
+from dmuon_jax.shardings import AnyMesh, find_mesh, known, mesh_shape, see
 
 KeyPath = tuple[Any, ...]
 
@@ -59,13 +60,17 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, plan: Plan) -
     mesh = find_mesh({jax.tree_util.keystr(path): s for path, s in seen.items()})
     if mesh is None and plan.mesh.num_devices == 1:
         mesh = mesh_of_one(params)
-    elif mesh_shape(mesh) != plan.mesh:
+    elif mesh is None or mesh_shape(mesh) != plan.mesh:
         raise ValueError(
             f"params must lie on the plan's mesh {plan.mesh}, got {mesh_shape(mesh)}"
         )
     kept = kept_specs(params)
     shapes = {path: tuple(x.shape) for path, x in leaves}
-    specs = {p: s.spec for p, s in seen.items() if s.mesh is not None}
+    specs: dict[KeyPath, Spec] = {
+        p: known(s, jax.tree_util.keystr(p))
+        for p, s in seen.items()
+        if s.mesh is not None
+    }
     planned = {leaf.path: leaf for leaf in plan.leaves}
 
     def sharding(spec: Spec, host: bool = False) -> NamedSharding:
@@ -77,9 +82,14 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, plan: Plan) -
             mu = jax.tree_util.tree_map_with_path(
                 lambda p, x: sharding(momentum_spec(planned, p), on_host(x)), node.mu
             )
-            coefficients = sharding(((),) * node.ns_coeffs.ndim)
-            return MuonState(count=sharding(()), mu=mu, ns_coeffs=coefficients)
-        spec = ((),) * node.ndim
+            coefficients = sharding(((),) * np.ndim(node.ns_coeffs))
+            # MuonState declares arrays; this one holds their shardings.
+            return MuonState(
+                count=sharding(()),  # pyright: ignore[reportArgumentType]
+                mu=mu,
+                ns_coeffs=coefficients,  # pyright: ignore[reportArgumentType]
+            )
+        spec: Spec = ((),) * node.ndim
         for start in range(len(path) + 1):
             if shapes.get(path[start:]) == tuple(node.shape):
                 spec = specs.get(path[start:], spec)
@@ -92,7 +102,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, plan: Plan) -
     )
 
 
-def mesh_of_one(params: Any) -> jax.sharding.Mesh:
+def mesh_of_one(params: Any) -> AnyMesh:
     """A mesh of the one device that holds ``params``."""
     for x in jax.tree.leaves(params):
         if isinstance(x, jax.Array | jax.ShapeDtypeStruct):

@@ -1,19 +1,20 @@
 """``scale_by_dmuon``: momentum, orthogonalized on owners. The optax transformation."""
 
 import functools
-import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from optax.contrib import MuonState
 
-from dmuon_jax.apply_plan import apply_plan, on_specs
+from dmuon_jax.apply_plan import apply_plan, cross, on_specs
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
+from dmuon_jax.costs import Costs
 from dmuon_jax.find_plan import Found, PlanFinder
 from dmuon_jax.gram import check_restarts
 from dmuon_jax.memory import like, to_device, to_host
@@ -24,6 +25,8 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import constrain, given_shardings, lookup, partition_spec
+from dmuon_jax.tree_checks import check_momentum
+from dmuon_jax.update_time import UpdatePath
 
 
 def scale_by_dmuon(
@@ -44,8 +47,10 @@ def scale_by_dmuon(
     exchange_dtype: jax.typing.DTypeLike | None = None,
     method: Method | None = None,
     implementation: str | None = None,
-    owner_axes: tuple[str, ...] | None = None,
+    owner_axes: tuple[str, ...] | Literal["auto"] | None = None,
     max_wave_bytes: int | None = None,
+    max_owner_bytes: int | None = None,
+    costs: Costs = None,
     restarts: tuple[int, ...] | None = None,
     bias_correction: bool = True,
     sign_momentum: bool = False,
@@ -76,6 +81,8 @@ def scale_by_dmuon(
       implementation: see ``dmuon``.
       owner_axes: see ``dmuon``.
       max_wave_bytes: see ``dmuon``.
+      max_owner_bytes: see ``dmuon``.
+      costs: see ``dmuon``.
       restarts: see ``dmuon``.
       bias_correction: see ``dmuon``.
       sign_momentum: see ``dmuon``.
@@ -96,28 +103,38 @@ def scale_by_dmuon(
         implementation=implementation,
         owner_axes=owner_axes,
         max_wave_bytes=max_wave_bytes,
+        max_owner_bytes=max_owner_bytes,
+        costs=costs,
     )
     check_arguments(ns_steps, beta, eps, preconditioning)
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
-    check_restarts(restarts, number_of_steps(ns_coeffs, ns_steps))
+    number = number_of_steps(ns_coeffs, ns_steps)
+    check_restarts(restarts, number)
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
-    finder = PlanFinder(options)
+    path = UpdatePath(
+        steps=5 if number is None else number,
+        preconditioning=preconditioning,
+        restarts=restarts,
+        implementation=implementation,
+    )
+    finder = PlanFinder(options, path)
 
-    def find(tree):
-        return finder.find(*matrices_of(tree, weight_dimension_numbers))
+    def find(tree, at_init=False):
+        return finder.find(*matrices_of(tree, weight_dimension_numbers), at_init)
 
     def init_fn(params):
         return MuonState(
             count=jnp.zeros([], jnp.int32),
-            mu=init_momentum(params, find(params), mu_dtype, options),
+            mu=init_momentum(params, find(params, True), mu_dtype, options),
             ns_coeffs=jnp.asarray(ns_coeffs),
         )
 
     def update_fn(updates, state, params=None):
+        check_momentum(state, by_path(updates))
         found = find(updates if params is None else params)
         treedef = jax.tree.structure(updates)
         check_shapes(by_path(updates), found)
-        grads = on_specs(by_path(updates), found, "in")
+        grads = cross(by_path(updates), found, "in")
         count = optax.safe_increment(state.count)
         corrected = count if bias_correction else None
         old = by_path(state.mu)
@@ -136,7 +153,7 @@ def scale_by_dmuon(
         operands = (state.ns_coeffs, jnp.asarray(steps), jnp.asarray(eps))
         result = apply_plan(fn, mu_hat, found, operands)
         if adaptive:
-            whole = on_specs(mu_hat, found, "out")
+            whole = cross(mu_hat, found, "out")
             result = {p: scale_by_dual_norm(whole[p], y) for p, y in result.items()}
         dtypes = by_path(update_dtypes(updates, params))
         result = [result[p].astype(dtype) for p, dtype in dtypes.items()]
@@ -150,9 +167,10 @@ def scale_by_dmuon(
 
 def update_dtypes(updates: Any, params: Any) -> Any:
     """The dtype of each update: that of gradient and parameter together."""
+    dtypes = jax.tree.map(jnp.result_type, updates)
     if params is None:
-        return jax.tree.map(lambda g: g.dtype, updates)
-    return jax.tree.map(lambda g, p: jnp.promote_types(g.dtype, p.dtype), updates, params)
+        return dtypes
+    return jax.tree.map(lambda d, p: jnp.promote_types(d, jnp.result_type(p)), dtypes, params)
 
 
 def check_shapes(grads: Mapping[str, jax.Array], found: Found) -> None:
@@ -169,7 +187,7 @@ def check_shapes(grads: Mapping[str, jax.Array], found: Found) -> None:
 def momentum(
     grads: Any,
     mu: Any,
-    count: jax.Array | None,
+    count: jax.typing.ArrayLike | None,
     beta: jax.typing.ArrayLike,
     nesterov: bool,
 ) -> tuple[Any, Any]:
@@ -205,7 +223,7 @@ def check_arguments(ns_steps, beta, eps, preconditioning) -> None:
 
 def check_number(name: str, value: Any, low: float, below: float = np.inf) -> None:
     """Raises unless ``value`` is traced, or a number in [low, below)."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return
     if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
         raise TypeError(f"{name} must be a number, got {value!r}")
@@ -216,13 +234,12 @@ def check_number(name: str, value: Any, low: float, below: float = np.inf) -> No
 
 def static_steps(ns_steps: jax.typing.ArrayLike) -> int | jax.Array:
     """``ns_steps`` as an int, unless only run time knows it."""
-    if isinstance(ns_steps, jax.core.Tracer):
+    if isinstance(ns_steps, Tracer):
         return ns_steps
-    if not isinstance(ns_steps, numbers.Integral):
-        array = np.asarray(ns_steps)
-        if array.ndim or not np.issubdtype(array.dtype, np.integer):
-            raise TypeError(f"ns_steps must be an integer, got {ns_steps!r}")
-    return int(ns_steps)
+    array = np.asarray(ns_steps)
+    if array.ndim or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"ns_steps must be an integer, got {ns_steps!r}")
+    return int(array)
 
 
 def number_of_steps(ns_coeffs: Any, ns_steps: jax.typing.ArrayLike) -> int | None:
@@ -241,14 +258,12 @@ def init_momentum(
     given = given_shardings(options.momentum_shardings)
 
     def zeros(path, x):
-        dtype = mu_dtype or x.dtype
-        if found.mesh is None:
-            return jnp.zeros_like(x, dtype=dtype)
         name = leaf_name(path)
+        dtype = mu_dtype or x.dtype
         spec = partition_spec(leaves[name].spec_in)
         named = lookup(given, name)
         kind = None if named is None else named.memory_kind
-        if isinstance(x, jax.core.Tracer):
+        if found.mesh is None or isinstance(x, Tracer):
             zeros = constrain(jnp.zeros_like(x, dtype=dtype), found.mesh, spec)
             return to_host(zeros) if kind == "pinned_host" else zeros
         sharding = NamedSharding(found.mesh, spec, memory_kind=kind)

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from dmuon_jax.leaves import see_one
 from dmuon_jax.matrices import Spec
 from dmuon_jax.muon import dmuon
 from dmuon_jax.paths import by_path
-from dmuon_jax.routing import leaf_dimensions
+from dmuon_jax.routing import matrix_dimensions
 from dmuon_jax.shardings import AnyMesh, constrain, given_shardings, partition_spec
 from dmuon_jax.split import Dimensions, matrix_axes, scale_array
 from dmuon_jax.transform import check_number
@@ -156,7 +157,7 @@ def scale_by_second_moment(
 
     def leaves_of(tree):
         """``(path, leaf, dimension numbers, axes of the mean)`` of each leaf."""
-        all_dims = leaf_dimensions(rule, tree)
+        all_dims = matrix_dimensions(rule, tree)
         for (path, x), dims in zip(by_path(tree).items(), all_dims, strict=True):
             reduction, _ = matrix_axes(dims, np.ndim(x), path)
             yield path, x, dims, reduction if per_neuron else ()
@@ -227,7 +228,7 @@ class Places:
         if mesh is None:
             return jnp.zeros(shape, dtype)
         spec = fitting(spec, shape, x.shape)
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             return constrain(jnp.zeros(shape, dtype), mesh, spec)
         return jnp.zeros(shape, dtype, device=jax.sharding.NamedSharding(mesh, spec))
 

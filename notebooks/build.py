@@ -57,7 +57,10 @@ def execute(notebook: nbformat.NotebookNode) -> None:
     hidden = {key: os.environ.pop(key, None) for key in ("XLA_FLAGS",)}
     try:
         NotebookClient(
-            notebook, timeout=SECONDS, resources={"metadata": {"path": str(FOLDER)}}
+            notebook,
+            timeout=SECONDS,
+            coalesce_streams=True,  # else outputs are cut where the kernel happened to flush
+            resources={"metadata": {"path": str(FOLDER)}},
         ).execute()
     finally:
         os.environ.update({k: v for k, v in hidden.items() if v is not None})

@@ -1,9 +1,9 @@
-"""Prints the README's table of layouts, from the list that the tests run through.
+"""Prints the page of layouts, from the list that the tests run through.
 
-    python -m tests.layout_table
+    python -m tests.layout_table > notebooks/shardings.md
 
-A test compares the README with it, and the tests of each layout compare its collectives
-and bytes with the compiled program.
+A test compares the stored page with it, and the tests of each layout compare its
+collectives and bytes with the compiled program.
 """
 
 import fractions
@@ -16,6 +16,16 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from dmuon_jax import plan_owners
 from tests.layouts import LAYOUTS, Layout
 
+INTRODUCTION = """# Any sharding
+
+Each mesh axis may shard a batch dimension (layers, experts), a reduction or output
+dimension, or nothing, differently for momentum and parameter. P is the number of bytes of
+all matrices; "bytes" are collective buffers per device and step, without EMPTY slots (a plan
+reports those). Every row is a test: values against a float64 reference, collectives and
+bytes against the compiled program (`tests/test_layouts.py`).
+
+Made by `python -m tests.layout_table`.
+"""
 HEAD = (
     "| layout | mesh | shape | parameter | momentum | to owners | from owners | bytes |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -81,9 +91,9 @@ def row(layout: Layout) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def table() -> str:
-    return "\n".join([HEAD, *map(row, LAYOUTS)])
+def page() -> str:
+    return "\n".join([INTRODUCTION, HEAD, *map(row, LAYOUTS)]) + "\n"
 
 
 if __name__ == "__main__":
-    print(table())
+    print(page(), end="")

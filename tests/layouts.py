@@ -43,6 +43,7 @@ class Layout:
 X8 = (("x", 8),)
 TWO = (("data", 2), ("fsdp", 4))
 THREE = (("replica", 2), ("data", 2), ("expert", 2))
+SIX = (("a", 2), ("b", 3))
 ONES = (("a", 1), ("x", 4), ("b", 1))
 FOUR = (("a", 2), ("b", 2), ("c", 1), ("d", 2))
 
@@ -147,8 +148,19 @@ LAYOUTS = (
         count=1,
     ),
     Layout("axes of size 1", ONES, (8, 12), MATRIX, P(("a", "x"), "b")),
+    Layout("axes of size 1 that no spec names", ONES, (8, 12), MATRIX, P("x")),
     Layout("only axes of size 1", ONES, (8, 12), MATRIX, P("a", "b")),
     Layout("four axes", FOUR, (8, 12), MATRIX, P(("d", "a"), ("b", "c"))),
+    Layout(
+        "four axes, one parcel and EMPTY slots",
+        FOUR,
+        (2, 4, 2, 4),
+        Dims(1, 0),
+        P(None, ("a", "d"), "b"),
+        P(None, "a", "b", "d"),
+        1,
+    ),
+    Layout("six devices, axes moved", SIX, (30, 6), MATRIX, P(None, "a"), P(("a", "b"))),
     Layout("four axes, stack", FOUR, (2, 8, 12), STACK, P("d", "c", ("b",)), count=2),
 )
 

@@ -1,8 +1,10 @@
 """The command line: what it prints, what it refuses, and with which exit code."""
 
+import contextlib
 import json
 import os
 import pathlib
+import pty
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ import pytest
 
 from dmuon_jax import Plan
 from dmuon_jax.cli import main
-from dmuon_jax.cli.terminal import Terminal, table
+from dmuon_jax.cli.terminal import Terminal, bar, table
 from dmuon_jax.cli.tune_command import plan_problems
 from dmuon_jax.matrices import MeshShape
 from dmuon_jax.planning import clusters
@@ -248,10 +250,26 @@ def test_demo_hands_its_arguments_on(capsys):
         (["plan", "--model", "pi0", "--mesh", "8x8"], "must be like data=16,fsdp=8"),
         (["plan", "--model", "pi0", "--mesh", "a=0"], "sizes must be at least 1"),
         (["plan", "--model", "pi0", "--mesh", "a=2,a=2"], "distinct axis names"),
+        (["plan", "--model", "pi0", "--mesh", "data=2,model=4"], "--fsdp-axis must name"),
+        (["tune", "--model", "pi0", "--mesh", "data=2,model=4"], "--fsdp-axis must name"),
+        (["simulate", "--model", "pi0", "--mesh", "data=8"], "an axis called fsdp"),
         (["plan", "--model", "pi0", "--owner-axes", "data"], "owner_axes must be axes"),
         (["plan", "--model", "pi0", "--fsdp-axis", "x"], "must be axes of the mesh"),
         (["plan", "--shapes", "nowhere.json"], "No such file"),
         (["plan", "--shapes", STEP], "--shapes must be JSON"),
+        (["plan", "--shapes", str(DATA)], "Is a directory"),
+        (["plan", "--model", "pi0", "--costs", STEP], "--costs must be a table of costs"),
+        (["plan", "--model", "pi0", "--save", "/nowhere/x"], "No such file"),
+        (["plan", "--model", "pi0", "--plot", "/nowhere/x.png"], "No such file"),
+        (["plan", "--model", "pi0", "--max-wave-mib", "0"], "whole number >= 1, got '0'"),
+        (["plan", "--model", "pi0", "--method", "fast"], "invalid choice: 'fast'"),
+        (["audit", __file__], "must hold an HloModule"),
+        (["audit", STEP, "--plan", STEP], "a plan must be JSON"),
+        (["audit", STEP, "--redundancy", "1", "--scope", "nothing"], "must hold matmuls"),
+        (["audit", STEP, "--device", "h200", "--picture", "/nowhere/x.png"], "No such file"),
+        (["bench", "--layers", "0"], "whole number >= 1, got '0'"),
+        (["simulate", "--model", "pi0", "--optimizers", "sgd"], "invalid choice: 'sgd'"),
+        (["demo", "--data", "/nowhere"], "--data must name a file or a folder"),
         (["audit", "nowhere"], "No such file"),
         (["audit", STEP, "--picture", "x.png"], "--picture needs --device"),
         (["audit", STEP, "--exposed-fraction", "0.1"], "needs an audit that was given"),
@@ -296,6 +314,109 @@ def test_colours_and_columns():
     assert Terminal(True, False).paint("x", "red") == "\x1b[31mx\x1b[0m"
     assert Terminal(False, False).paint("x", "red") == "x"
     assert table([("a", "1"), ("bcd", "10")], "") == "a     1\nbcd  10"
+
+
+JSON_COMMANDS = {
+    "plan": ["--shapes", "SHAPES", "--json"],
+    "tune": ["--shapes", "SHAPES", "--dry-run", "--json"],
+    "simulate": ["--model", "qwen2.5-1.5b", "--json"],
+    "audit": [STEP, "--device", "h200", "--json"],
+    "bench": ["--shapes", "SHAPES", "--repeats", "1", "--json"],
+    "doctor": ["--json"],
+}
+
+
+@pytest.mark.parametrize("command", JSON_COMMANDS)
+def test_every_command_gives_json(capsys, monkeypatch, tmp_path, command):
+    def missing(*_, **__):
+        raise NotImplementedError("needs the CUDA plugin")
+
+    monkeypatch.setattr("dmuon_jax.cli.simulate_command.simulate", missing)
+    path = tmp_path / "one.json"
+    path.write_text('{"matrices": [{"name": "w", "shape": [32, 64], "count": 2}]}')
+    arguments = [str(path) if x == "SHAPES" else x for x in JSON_COMMANDS[command]]
+    code, out, _ = run(capsys, command, *arguments)
+    assert code == int(command == "simulate") and json.loads(out)
+    assert "--json" in run(capsys, command, "--help")[1]
+
+
+def test_help_lists_every_command_and_its_exit_codes(capsys):
+    code, out, err = run(capsys, "--help")
+    assert (code, err) == (0, "") and "exit codes:" in out
+    for command in (*JSON_COMMANDS, "demo"):
+        assert f"    {command} " in out
+        code, own, _ = run(capsys, command, "--help")
+        assert code == 0 and own.startswith("usage: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt, 130, "stopped"),
+        (NotImplementedError("not on this machine"), 1, "audit: not on this machine"),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13]"),
+    ],
+)
+def test_what_goes_wrong_inside_has_an_exit_code(capsys, monkeypatch, error, code, words):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("dmuon_jax.cli.audit_command.audit", fail)
+    found, out, err = run(capsys, "audit", STEP)
+    assert (found, out) == (code, "") and words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "tune --model pi0"])
+def test_a_machine_without_its_platform_is_a_sentence(command):
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    full = [sys.executable, "-m", "dmuon_jax", *command.split()]
+    done = subprocess.run(full, env=environment, capture_output=True, text=True)
+    said = done.stdout if command == "doctor" else done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "a device must be found, got none with JAX_PLATFORMS=cuda" in said
+
+
+def test_a_reader_that_leaves_is_no_error(shapes):
+    command = f"{sys.executable} -m dmuon_jax plan --shapes {shapes} | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("settings", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colours_are_for_terminals(settings, coloured):
+    main_end, worker_end = pty.openpty()
+    environment = os.environ | {"TERM": "xterm"} | settings
+    command = [sys.executable, "-m", "dmuon_jax", "doctor"]
+    started = subprocess.Popen(command, stdout=worker_end, stderr=worker_end, env=environment)
+    os.close(worker_end)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while part := os.read(main_end, 4096):
+            shown += part
+    os.close(main_end)
+    assert started.wait() == 0 and b"devices" in shown
+    assert (b"\x1b[32mok" in shown) is coloured and (b"\x1b" in shown) is coloured
+
+
+def test_bars():
+    assert bar(0, 0) == ""
+    assert bar(1, 4, 8) == " [##------] 1/4"
+    assert bar(4, 4, 8) == " [########] 4/4"
+
+
+def test_long_work_with_parts_shows_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr("dmuon_jax.cli.terminal.PATIENCE_S", 0.0)
+    with Terminal(False, True).waiting("Working", 2) as advance:
+        advance()
+        deadline, err = 300, ""
+        while "1/2" not in err and deadline:
+            deadline -= 1
+            time.sleep(0.01)
+            err += capsys.readouterr().err
+    assert "Working [##########----------] 1/2 ... " in err
+    assert capsys.readouterr().err.endswith("\r\x1b[K")  # nothing is left of it
 
 
 def test_long_work_says_so(capsys, monkeypatch):

@@ -103,6 +103,12 @@ def test_resumed_run_equals_the_uninterrupted_one(finished, data, tmp_path):
 
 
 def test_checkpoints_are_refused_by_other_runs(finished, data, tmp_path):
+    """Nothing is mixed up.
+
+    Fault: a checkpoint of the demo is of another text, seed or batch size
+    Happens: `--resume` ends with one sentence and exit code 2
+    Kept: the results recorded before
+    """
     out, _ = finished
     before = record(out)
     other = tmp_path / "other.txt"
@@ -120,6 +126,12 @@ def test_checkpoints_are_refused_by_other_runs(finished, data, tmp_path):
 
 
 def test_damaged_checkpoint_is_refused(finished, data, tmp_path):
+    """By a sentence, not a traceback.
+
+    Fault: a checkpoint of the demo is damaged
+    Happens: `--resume` ends with one sentence and exit code 2
+    Kept: the files, as they are
+    """
     out, _ = finished
     checkpoint = out / "demo_checkpoints" / "AdamW" / str(STEPS)
     broken = tmp_path / "demo_checkpoints" / "AdamW" / str(STEPS)

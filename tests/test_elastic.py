@@ -123,6 +123,12 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_steps_after_a_restore_equal_the_uninterrupted_run(saved, name):
+    """Owners are not part of the state.
+
+    Fault: a run goes on with another number of devices, another mesh or another plan
+    Happens: the checkpoint is restored as it is
+    Kept: parameters and state; later steps equal those of the uninterrupted run
+    """
     folder, (want_params, want_state) = saved
     axes, specs, options = RESUMED[name]
     kind = AxisType.Explicit if name == "eight devices" else AxisType.Auto

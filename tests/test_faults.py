@@ -1,7 +1,5 @@
 """Faults that Muon has had elsewhere, and the tests that would see them here."""
 
-import ast
-import functools
 import pathlib
 
 import jax
@@ -14,160 +12,33 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dmuon_jax import dmuon
+from tests import fault_table
+from tests.fault_table import FAULTS, Test, all_tests
 from tests.references import orthogonalized, relative
-
-FAULTS = {
-    "update depends on the sharding": [
-        "test_layouts.test_updates_equal_the_reference",
-        "test_fuzz.test_updates_equal_numpy",
-    ],
-    "collectives inside the iteration": [
-        "test_layouts.test_collectives_and_bytes_equal_the_plan",
-        "test_layouts.test_no_work_is_repeated",
-    ],
-    "default rule on stacked layers": [
-        "test_routing.test_report_flags_the_default_rule_on_stacks"
-    ],
-    "wrong axes in scanned models": [
-        "test_routing.test_trees_by_hand",
-        "test_fuzz.test_updates_equal_numpy",
-    ],
-    "one norm for a stack": [
-        "test_faults.test_each_matrix_of_a_stack_has_its_own_norm",
-        "test_optax_parity.test_same_updates_and_state",
-    ],
-    "experts gathered or skipped": [
-        "test_layouts.test_collectives_and_bytes_equal_the_plan"
-    ],
-    "fan in and fan out swapped": [
-        "test_layouts.test_updates_equal_the_reference",
-        "test_optax_parity.test_same_updates_and_state",
-    ],
-    "wrapped and nested trees": [
-        "test_muon.test_nnx_optimizer_equals_the_plain_tree",
-        "test_muon.test_linen_train_state",
-        "test_routing.test_variables_of_nnx_and_boxes_of_linen_run",
-        "test_faults.test_any_container_holds_the_parameters",
-    ],
-    "dimension does not divide": [
-        "test_layouts.test_updates_equal_the_reference",
-        "test_fuzz.test_bad_leaves_are_refused_by_name",
-        "test_faults.test_any_number_of_matrices_of_any_shape",
-    ],
-    "one row or column": [
-        "test_layouts.test_updates_equal_the_reference",
-        "test_newton_schulz.test_special_matrices",
-    ],
-    "fused query, key and value": ["test_split.test_parts_equal_separate_matrices"],
-    "fused gate and up": ["test_split.test_parts_equal_separate_matrices"],
-    "head count of a shard": ["test_split.test_parts_equal_separate_matrices"],
-    "replicas stacked as shards": ["test_layouts.test_updates_equal_the_reference"],
-    "gradients not reduced": [
-        "test_unreduced.test_updates_equal_those_of_the_sum",
-        "test_faults.test_a_device_s_own_gradients_are_refused",
-    ],
-    "zero gradients": [
-        "test_muon.test_zero_gradients_give_zero_updates",
-        "test_optax_parity.test_zero_gradients_give_zero_updates",
-    ],
-    "overflow before normalising": [
-        "test_newton_schulz.test_half_precision_gradients_do_not_overflow",
-        "test_muon.test_named_methods_and_dtypes_run_and_stay_close",
-    ],
-    "skipped step": ["test_muon.test_a_skipped_step_leaves_no_trace"],
-    "tiny gradients": [
-        "test_newton_schulz.test_scale_does_not_matter_without_eps",
-        "test_newton_schulz.test_eps_is_optax_eps_at_any_scale",
-    ],
-    "dtypes flip": ["test_muon.test_updates_keep_the_gradients_dtype"],
-    "wrong branch on a device": ["test_fuzz.test_parcels_return_bit_for_bit"],
-    "varying axes of kernels": [
-        "test_kernels.test_one_program_lowers_for_any_platform",
-        "test_kernels_triton.test_inside_vmap_and_scan",
-    ],
-    "leaked tracers": ["test_faults.test_no_tracer_leaks"],
-    "injected hyperparameters": ["test_muon.test_learning_rate_can_be_injected"],
-    "schedule of both halves": [
-        "test_optax_parity.test_same_updates_and_state",
-        "test_muon.test_equals_optax_on_a_mesh_with_the_same_state",
-    ],
-    "second compilation": [
-        "test_muon.test_one_compilation_and_constant_state_over_five_steps",
-        "test_layouts.test_shardings_are_kept_and_one_program_compiled",
-    ],
-    "state and parameter shardings": [
-        "test_layouts.test_shardings_are_kept_and_one_program_compiled",
-        "test_state_shardings.test_each_array_has_the_sharding_of_its_kind",
-    ],
-    "explicit meshes": [
-        "test_layouts.test_updates_equal_the_reference",
-        "test_unreduced.test_updates_equal_those_of_the_sum",
-    ],
-    "donated aliases": [
-        "test_muon.test_init_under_jit_and_eval_shape_gives_the_same_state",
-        "test_muon.test_equals_optax_on_a_mesh_with_the_same_state",
-    ],
-    "indefinite Gram matrix": [
-        "test_newton_schulz.test_gram_in_half_precision_needs_its_restart",
-        "test_newton_schulz.test_hard_spectra",
-    ],
-    "intermediates kept": [
-        "test_newton_schulz.test_memory_does_not_grow_with_the_steps",
-        "test_waves.test_memory_does_not_grow_with_steps",
-    ],
-    "processes disagree": [
-        "test_processes.test_processes_that_plan_otherwise_are_told_so",
-        "test_processes.test_train_kill_resume_with_other_process_counts",
-        "test_planning.test_same_plan_in_two_processes",
-    ],
-    "import touches the backend": [
-        "test_muon.test_import_and_construction_touch_no_device",
-        "test_kernels.test_importing_touches_no_backend",
-    ],
-    "accumulation": ["test_muon.test_accumulation_equals_the_mean_gradient"],
-    "resume on another mesh": [
-        "test_elastic.test_steps_after_a_restore_equal_the_uninterrupted_run",
-        "test_elastic.test_the_state_has_no_trace_of_mesh_or_plan",
-        "test_elastic.test_a_checkpoint_of_optax_is_continued_and_given_back",
-    ],
-    "old GPUs": ["test_kernels.test_choice"],
-    "ragged tiles": ["test_kernels_triton.test_ragged_shapes_through_the_entry_points"],
-    "limits of the solver": [
-        "test_planning.test_stopped_at_once",
-        "test_planning.test_impossible_costs",
-        "test_planning.test_fewer_matrices_than_devices",
-        "test_planning_milp.test_failure_of_highs_is_said",
-        "test_planning_milp.test_missing_highspy_is_said",
-    ],
-    "killed in a step": [
-        "test_processes.test_train_kill_resume_with_other_process_counts"
-    ],
-    "killed in a save": [
-        "test_processes.test_a_kill_during_a_save_keeps_the_checkpoint_before"
-    ],
-    "damaged plans": [
-        "test_fuzz.test_damaged_plans_are_refused_or_harmless",
-        "test_fuzz.test_foreign_and_future_plans_are_refused",
-    ],
-    "wrong kernels": [
-        "test_kernels_tune.test_a_wrong_candidate_cannot_win",
-        "test_kernels_triton.test_planted_faults_are_caught",
-    ],
-}
-
-
-@functools.cache
-def names_in(module):
-    text = (pathlib.Path(__file__).parent / f"{module}.py").read_text()
-    nodes = ast.walk(ast.parse(text))
-    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_tests_of_each_fault_exist(fault):
-    for name in FAULTS[fault]:
-        module, test = name.split(".")
-        assert test in names_in(module)
+    found = {f"{test.module}.{test.name}" for test in all_tests()}
+    assert FAULTS[fault] and set(FAULTS[fault]) <= found
+
+
+def test_the_page_of_faults_is_today_s():
+    page = pathlib.Path(__file__).parents[1] / "docs/faults.md"
+    assert page.read_text() == fault_table.page()  # else: -m tests.fault_table --write
+
+
+def test_every_injected_fault_says_what_happens_and_what_is_kept():
+    rows = fault_table.rows()
+    assert len(rows) >= 20
+    assert len({row.fault for row in rows}) == len(rows)
+    with pytest.raises(ValueError, match="Kept"):
+        fault_table.read_row(Test("m", "t", "Says.\n\nFault: a\nHappens: b"))
+
+
+def test_every_test_checks_something():
+    for test in all_tests():
+        assert test.checks > 0, f"{test.module}.{test.name} checks nothing"
 
 
 def mesh4(kind=AxisType.Auto):
@@ -230,6 +101,13 @@ def test_any_container_holds_the_parameters():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_device_s_own_gradients_are_refused(kind):
+    """Seen in the types that shard_map checks.
+
+    Fault: inside a `shard_map`, each device passes its own gradients instead of their
+      sum
+    Happens: NotImplementedError names the leaf
+    Kept: nothing has run
+    """
     mesh = mesh4(kind)
     whole = NamedSharding(mesh, P(None, None))
     tx = dmuon(1.0, ns_steps=1, momentum_shardings=whole)
@@ -245,6 +123,42 @@ def test_a_device_s_own_gradients_are_refused(kind):
     grads = jax.device_put({"w": jnp.ones((32, 8))}, NamedSharding(mesh, P("x", None)))
     with pytest.raises(NotImplementedError, match=r"outside shard_map.*\['w'\]"):
         jax.eval_shape(step, params, state, grads)
+
+
+def test_a_step_that_runs_out_of_memory():
+    """Whether the state survives is up to donation: a failed call has its buffers already.
+
+    Fault: the device runs out of memory in a step
+    Happens: jax raises RESOURCE_EXHAUSTED when results are waited for
+    Kept: parameters and state, unless they were donated to the step: then they are gone,
+      and the run must go on from its last checkpoint
+    """
+    tx = dmuon(0.1, ns_steps=1)
+    params = {"w": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh4(), P("x")))}
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def greedy_step(params, state, grads):
+        rows = jnp.arange(2.0**23)[:, None]
+        huge = rows * jnp.arange(2.0**24) * params["w"].sum()  # more than can be addressed
+        return *step(params, state, grads), jnp.sort(huge, axis=0)[0, 0]
+
+    def copies():
+        return jax.tree.map(lambda x: x + 0, (params, tx.init(params)))
+
+    for donated in ((), (0, 1)):
+        arrays = copies()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            failing = jax.jit(greedy_step, donate_argnums=donated)
+            jax.block_until_ready(failing(*arrays, params))
+        gone = [x.is_deleted() for x in jax.tree.leaves(arrays)]
+        assert gone == [bool(donated)] * len(gone)
+        if not donated:
+            got, want = jax.jit(step)(*arrays, params), jax.jit(step)(*copies(), params)
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_array_equal(x, y)
 
 
 def test_no_tracer_leaks():

@@ -1,6 +1,7 @@
 """Random input: every outcome is a right update or a clear error. See ``tests.fuzz``."""
 
 import inspect
+import json
 import math
 import random
 
@@ -74,6 +75,13 @@ def spoiled(rng, case, mesh):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_bad_leaves_are_refused_by_name(seed):
+    """Random leaves that cannot be updated.
+
+    Fault: a leaf has axes, a split, a dtype or a sharding that cannot be
+    Happens: planning raises ValueError, TypeError or NotImplementedError that names
+      the leaf
+    Kept: nothing has run
+    """
     rng = random.Random(seed)
     tree = fuzz.random_tree(seed)
     for _ in range(40):
@@ -113,6 +121,12 @@ def outcome(name, value, params, gradient):
 
 @pytest.mark.parametrize("name", inspect.signature(dmuon).parameters)
 def test_any_argument_of_any_kind(name):
+    """Junk in every argument.
+
+    Fault: an argument of `dmuon` has a wrong kind or value
+    Happens: ValueError, TypeError or NotImplementedError at construction or `init`
+    Kept: nothing has run
+    """
     params = {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}
     for value in JUNK:
         found = outcome(name, value, params, params)
@@ -135,6 +149,13 @@ def mutations(text, rng):
 
 
 def test_damaged_plans_are_refused_or_harmless():
+    """A plan changed in one place.
+
+    Fault: a plan file is cut short or damaged
+    Happens: `Plan.from_json` raises ValueError, or `init` does where the plan no
+      longer fits the tree
+    Kept: nothing has run; a plan that is still valid gives right updates
+    """
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     params = {
         "w": jax.ShapeDtypeStruct(
@@ -158,6 +179,57 @@ def test_damaged_plans_are_refused_or_harmless():
     assert refused > 300
 
 
+def places(value, path=()):
+    """The path of every value in JSON data."""
+    yield path
+    if isinstance(value, dict | list):
+        keys = value if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield from places(value[key], (*path, key))
+
+
+WRONG = (None, -1, 0, 3, 10**30, 1.5, True, "x", [], {}, [-1], ["x"], math.nan, math.inf)
+
+
+def test_plans_with_junk_anywhere_are_refused_or_harmless():
+    """Every value of a plan in turn is replaced by values of other kinds.
+
+    Fault: a plan file holds a value of another type or out of range
+    Happens: `Plan.from_json` raises ValueError and names its place and what it must be
+    Kept: nothing has run
+    """
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    params = {
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
+        for name, shape, spec in (("w", (16, 8), P("b")), ("v", (6, 9), P()))
+    }
+    rules = {"w": Split(2), "v": Split((4, 5))}
+    options = dict(muon_weight_dimension_numbers=rules)
+    data = json.loads(plan_owners(params, **options).to_json())
+    rng, refused, harmless = random.Random(0), 0, set()
+    for path in list(places(data))[1:]:
+        for junk in rng.sample(WRONG, 4):
+            spoiled_data = json.loads(json.dumps(data))
+            holder = spoiled_data
+            for key in path[:-1]:
+                holder = holder[key]
+            if json.dumps(holder[path[-1]]) == json.dumps(junk):
+                continue
+            holder[path[-1]] = junk
+            try:
+                plan = Plan.from_json(json.dumps(spoiled_data))
+                assert plan.summary() and hash(plan)
+                jax.eval_shape(dmuon(0.1, plan=plan, **options).init, params)
+            except ValueError:
+                refused += 1
+                continue
+            harmless.add(next(key for key in reversed(path) if isinstance(key, str)))
+    assert refused > 600
+    # Times, words, and which of two equal branches a device takes.
+    times = {"exchange_us", "gap", "lower_bound_us", "owner_load_us"}
+    assert harmless <= times | {"status", "padded", "branch_of", "format", "spec_in"}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -169,8 +241,15 @@ def test_damaged_plans_are_refused_or_harmless():
         ('{"format": 1}', "fields of Plan"),
         ('{"format": 1, "mesh": 3}', "fields of Plan"),
         ("__import__('os').abort()", "JSON"),
+        ("[" * 100_000, "JSON"),
     ],
 )
 def test_foreign_and_future_plans_are_refused(text, words):
+    """Read as data, never executed.
+
+    Fault: a plan file is of another program or of a newer version
+    Happens: `Plan.from_json` raises ValueError and names the format found
+    Kept: nothing has run
+    """
     with pytest.raises(ValueError, match=words):
         Plan.from_json(text)

@@ -15,6 +15,7 @@ from dmuon_jax.kernels.tiles import ChainConfig, TileConfig
 from tests import kernel_cases as cases
 
 PROBLEM = Problem("gram", 2, 60, 100, "float16")
+TILE = "d[slot, rows, columns] = tile\n"
 CANDIDATE = Choice(INTERPRETED, TileConfig(64, 64, num_warps=4), "candidate")
 
 
@@ -61,12 +62,20 @@ def test_a_right_and_slower_candidate_loses(quick):
     ("old", "new", "failure"),
     [
         ("= tile.T", "= tile", "error must be at most"),
+        (TILE, TILE.replace("tile", "1.05 * tile"), "error must be at most"),
+        (TILE, TILE.replace("tile", "tile * jnp.nan"), "error must be at most"),
         ("pl.when(valid[slot] == 0)", "pl.when(valid[slot] == 2)", "EMPTY slot"),
         ("d[slot, columns, rows] = tile.T", "raise ValueError('no')", "ValueError: no"),
     ],
-    ids=["wrong values", "EMPTY slots not zeroed", "does not compile"],
+    ids=["transposed", "5 % off", "NaN", "EMPTY slots not zeroed", "does not compile"],
 )
 def test_a_wrong_candidate_cannot_win(quick, monkeypatch, old, new, failure):
+    """However fast it is.
+
+    Fault: a kernel does not compile, returns NaN, is 5 % off or transposes a tile
+    Happens: tuning compares it with float64, reports it and chooses XLA
+    Kept: the measurements of the others
+    """
     wrong = cases.faulty(pallas_triton, old, new)
     monkeypatch.setattr(pallas_triton, "gram", wrong.gram)
     xla, other = tune.measure(dataclasses.replace(PROBLEM, rows=100), [CANDIDATE])
@@ -114,3 +123,43 @@ def test_files_keep_configs_and_failures(tmp_path):
     )
     tune.write(tmp_path / "new" / "table.json", "cpu", measurements)
     assert tune.read(tmp_path / "new" / "table.json") == ("cpu", measurements)
+
+
+def test_a_damaged_table_costs_one_warning_and_is_measured_anew(quick, tmp_path):
+    path = tune.table_path(tmp_path, target_device().kind)
+    tune.tune([PROBLEM], tmp_path)
+    whole = path.read_text()
+    foreign = json.dumps({"device_kind": "cpu", "measurements": [{"problem": 1}]})
+    for damaged in ("", whole[: len(whole) // 2], "[]", foreign, "[" * 10**5):
+        path.write_text(damaged)
+        quick.clear()
+        with pytest.raises(ValueError, match="must hold measurements of kernels"):
+            tune.load(path)
+        with pytest.warns(UserWarning, match="measurements of kernels: ignored") as caught:
+            tune.tune([PROBLEM], tmp_path)
+        assert len(caught) == 1 and quick == ["xla"]
+        assert path.read_text() == whole
+
+
+def test_a_table_that_cannot_be_written_costs_one_warning(quick, tmp_path):
+    (tmp_path / "home").write_text("")
+    other = dataclasses.replace(PROBLEM, columns=300)
+    with pytest.warns(UserWarning, match="measurements of kernels: not kept") as caught:
+        verdicts = tune.tune([PROBLEM, other], tmp_path / "home" / "cache")
+    assert len(caught) == 1 and len(verdicts.entries) == 2
+
+
+def test_what_others_measured_meanwhile_is_kept(quick, tmp_path):
+    other = dataclasses.replace(PROBLEM, columns=300)
+    late = dataclasses.replace(PROBLEM, columns=200)
+    kind = target_device().kind
+    found = tune.measure(other)
+
+    def meanwhile(measurement):
+        if measurement.problem == PROBLEM:
+            path = tune.table_path(tmp_path, kind)
+            tune.write(path, kind, (*tune.read(path)[1], *found))
+
+    verdicts = tune.tune([PROBLEM, late], tmp_path, meanwhile)
+    assert {problem for problem, _ in verdicts.entries} == {PROBLEM, other, late}
+    assert tune.load(tune.table_path(tmp_path, kind)) == verdicts

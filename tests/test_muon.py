@@ -208,6 +208,12 @@ def test_accumulation_equals_the_mean_gradient():
 
 
 def test_a_skipped_step_leaves_no_trace():
+    """With `optax.apply_if_finite`.
+
+    Fault: a gradient holds NaN on one shard of one leaf
+    Happens: `optax.apply_if_finite` skips the step, alike on all devices
+    Kept: parameters and state of the step before
+    """
     mesh = mesh8()
     params = put(rng_tree(0), mesh)
     good, bad, last = (rng_tree(s) for s in (1, 2, 3))
@@ -219,6 +225,37 @@ def test_a_skipped_step_leaves_no_trace():
     )
     trees_close(with_bad, without, 1e-6)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_a_partition_hands_it_a_part_of_the_tree():
+    mesh = mesh8()
+    params, grads = put(rng_tree(0), mesh), put(rng_tree(1), mesh)
+    labels = {"kernel": "muon", "other": "sgd", "bias": "sgd", "head": "muon"}
+    both = optax.partition({"muon": dmuon(0.05, ns_steps=2), "sgd": optax.sgd(0.1)}, labels)
+    got, _, _ = train(both, params, [grads])
+    want, _, _ = train(dmuon(0.05, ns_steps=2), params, [grads])
+    for name in ("kernel", "head"):
+        trees_close(got[name], want[name], 1e-6)
+    assert relative(got["other"], params["other"] - 0.1 * grads["other"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "expected"),
+    [
+        ("cuda", "Tesla T4", "float16"),
+        ("rocm", "AMD Instinct MI300X", "float16"),
+        ("tpu", "TPU v5 lite", "bfloat16"),
+        ("tpu", "TPU v99", "bfloat16"),
+        ("METAL", "Apple M3", "float32"),
+    ],
+)
+def test_devices_of_any_name_have_defaults(platform, kind, expected):
+    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform=platform)
+    mesh = jax.sharding.AbstractMesh((4,), ("x",), abstract_device=device)
+    rows = NamedSharding(mesh, P("x"))
+    params = {"w": jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=rows)}
+    (bucket,) = plan_owners(params).buckets
+    assert bucket.compute_dtype == expected
 
 
 def dtypes(tree):
@@ -247,6 +284,12 @@ def test_updates_are_as_wide_as_gradient_or_parameter():
 
 
 def test_gradients_of_other_shapes_are_all_named():
+    """All at once.
+
+    Fault: gradients have other shapes than the parameters
+    Happens: `update` raises ValueError that names each of them
+    Kept: nothing has run
+    """
     params = rng_tree(0)
     tx = dmuon(0.1, ns_steps=1)
     grads = dict(params, kernel=params["other"], head={"w": params["kernel"]})
@@ -255,6 +298,12 @@ def test_gradients_of_other_shapes_are_all_named():
 
 
 def test_zero_gradients_give_zero_updates():
+    """No division by zero.
+
+    Fault: the gradient of a layer is zero
+    Happens: its update is exactly zero
+    Kept: the state stays finite
+    """
     mesh = mesh8()
     params = put(rng_tree(0), mesh)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -420,6 +469,12 @@ def test_a_given_plan_is_used():
 
 
 def test_unknown_shardings_are_refused_not_guessed():
+    """No sharding is guessed.
+
+    Fault: a trace cannot tell how parameters are sharded
+    Happens: ValueError names the argument to pass and the leaves
+    Kept: nothing has run
+    """
     mesh = mesh8()
     params = put(rng_tree(0), mesh)
     state = dmuon(0.02).init(params)
@@ -430,6 +485,12 @@ def test_unknown_shardings_are_refused_not_guessed():
 
 
 def test_a_plan_for_something_else_is_refused_at_init():
+    """All differences at once.
+
+    Fault: a plan was made for another tree, mesh or other options
+    Happens: `init` raises ValueError that lists every difference
+    Kept: nothing has run
+    """
     mesh = mesh8()
     params = put(rng_tree(0), mesh)
     plan = plan_owners(params)

@@ -48,7 +48,20 @@ def test_there_are_five():
 )
 def test_notebook_runs(build, name, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
-    build.execute(build.notebook_of(name))
+    notebook = build.notebook_of(name)
+    build.execute(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    shown = [output for cell in code for output in cell.outputs]
+    assert not [o for o in shown if o.output_type == "error" or o.get("name") == "stderr"]
+    stored = json.loads((FOLDER / f"{name}.ipynb").read_text())
+    kinds = [kinds_of(cell) for cell in stored["cells"] if cell["cell_type"] == "code"]
+    assert [kinds_of(cell) for cell in code] == kinds, f"python notebooks/build.py {name}"
+
+
+def kinds_of(cell):
+    """What the outputs of a cell are: text, a table, a picture."""
+    return {kind for o in cell["outputs"] for kind in o.get("data", {"text": None})}
 
 
 def test_errors_are_fatal(build):

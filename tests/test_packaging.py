@@ -2,9 +2,11 @@
 
 import ast
 import importlib.metadata
+import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -92,6 +94,40 @@ def test_installed_wheel_plans_in_an_empty_environment(built, tmp_path):
     program = "import dmuon_jax; print(dmuon_jax.__file__)"
     out = python(inside, "-c", program, cwd=tmp_path, PYTHONPATH=path)
     assert str(tmp_path) in out
+
+
+def first_cell(path):
+    """The code that a notebook starts with."""
+    cells = json.loads(path.read_text())["cells"]
+    return "".join(next(c["source"] for c in cells if c["cell_type"] == "code"))
+
+
+def test_notebooks_start_alike():
+    paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    assert len(paths) == 5 and len({first_cell(path) for path in paths}) == 1
+
+
+@pytest.mark.slow
+def test_first_cell_installs_where_jax_is_and_dmuon_is_not(built, tmp_path):
+    """As on a hosted notebook: no repository around, no flags, a wheel uploaded."""
+    wheel, _ = built
+    shutil.copy(wheel, tmp_path)
+    others = tmp_path / "others"
+    others.mkdir()
+    for folder in (entry for entry in sys.path if entry.endswith("-packages")):
+        for item in pathlib.Path(folder).iterdir():
+            here = others / item.name
+            if "dmuon" not in item.name and not here.exists():
+                here.symlink_to(item)
+    python(sys.executable, "-m", "venv", tmp_path / "venv")
+    inside = tmp_path / "venv" / "bin" / "python"
+    cell = first_cell(ROOT / "notebooks" / "01_quickstart.ipynb")
+    program = cell + "\nimport dmuon_jax; print(dmuon_jax.__file__)"
+    hidden = {"XLA_FLAGS": "", "JAX_PLATFORMS": "", "PYTHONPATH": str(others)}
+    out = python(inside, "-c", program, cwd=tmp_path, **hidden)
+    assert ": 8 x " in out and str(tmp_path / "venv") in out
+    again = python(inside, "-c", program, cwd=tmp_path, **hidden)  # nothing to install
+    assert again == out
 
 
 def test_dependencies_are_those_that_are_imported():

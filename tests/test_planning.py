@@ -186,6 +186,12 @@ def test_padded_shapes_are_computed_by_slots():
 @pytest.mark.parametrize("time_us", [0.0, -1.0, math.nan, math.inf, 1e300])
 @pytest.mark.parametrize("solver", ["milp", "even"])
 def test_impossible_costs(time_us, solver):
+    """Before anything is planned.
+
+    Fault: a cost is zero, negative, infinite or NaN
+    Happens: ValueError names the shape and the batch
+    Kept: nothing has run
+    """
     cost = PowerCost(times=((SHAPE, time_us),))
     with pytest.raises(ValueError, match=r"time_us must .* \(4, 8\), batch 1"):
         solve(Problem((("x", 2),), tasks_of(3), cost), solver=solver)
@@ -193,6 +199,12 @@ def test_impossible_costs(time_us, solver):
 
 @pytest.mark.parametrize("limits", [Limits(nodes=0), Limits(patterns=0)])
 def test_stopped_at_once(limits):
+    """Limits are nodes and patterns, never the clock.
+
+    Fault: the solver stops at its limits before it has found anything
+    Happens: the best plan known is used, the same on every process
+    Kept: a valid plan, never worse than the greedy one
+    """
     problem = cases.single_axis("llama-3.2-3b", 32)
     solution = solve(problem, limits=limits)
     check_valid(problem, solution)

@@ -77,8 +77,34 @@ def test_trap_is_there():
     assert codes == [highspy.HighsStatus.kOk, highspy.HighsStatus.kError]
 
 
-def test_failure_of_highs_is_said(monkeypatch):
-    monkeypatch.setattr(milp.Quiet, "run", lambda self: highspy.HighsStatus.kError)
+def error_status(self):
+    return highspy.HighsStatus.kError
+
+
+def out_of_memory(self):
+    raise MemoryError("std::bad_alloc")
+
+
+def unknown_option(self, name, value):
+    return highspy.HighsStatus.kError
+
+
+@pytest.mark.parametrize(
+    ("method", "failing"),
+    [
+        ("run", error_status),
+        ("run", out_of_memory),
+        ("setOptionValue", unknown_option),
+    ],
+)
+def test_failure_of_highs_is_said(monkeypatch, method, failing):
+    """Whatever way HiGHS fails.
+
+    Fault: HiGHS returns an error, raises, or is of a version that lacks an option
+    Happens: the greedy plan is used, and its status says that HiGHS failed and how
+    Kept: training goes on, with a valid plan and its proven gap
+    """
+    monkeypatch.setattr(milp.Quiet, method, failing)
     problem = cases.single_axis(*HARD)
     solution = solve(problem)
     assert "HiGHS failed" in solution.status
@@ -87,7 +113,36 @@ def test_failure_of_highs_is_said(monkeypatch):
     assert solution.counts == greedy.counts
 
 
+@pytest.mark.parametrize("factor", [0, 3, -1])
+def test_nonsense_from_highs_is_not_used(monkeypatch, factor):
+    """A solution that places other numbers of parcels.
+
+    Fault: HiGHS returns a solution that breaks its own constraints
+    Happens: the solution is dropped; the best plan known is used
+    Kept: every parcel has exactly one owner
+    """
+    problem = cases.single_axis(*HARD)
+    honest = milp.Quiet.getSolution
+
+    def lying(self):
+        solution = honest(self)
+        solution.col_value = [factor * x for x in solution.col_value]
+        return solution
+
+    monkeypatch.setattr(milp.Quiet, "getSolution", lying)
+    found = solve(problem)
+    for task, row in zip(problem.tasks, found.counts, strict=True):
+        assert sum(row) == task.num_parcels and min(row) >= 0
+    assert found.objective_us <= solve(problem, solver="greedy").objective_us
+
+
 def test_missing_highspy_is_said(monkeypatch):
+    """Planning needs no solver to be right.
+
+    Fault: highspy is not installed, or cannot be loaded
+    Happens: the greedy plan is used, and its status says so
+    Kept: training goes on, with a valid plan and its proven gap
+    """
     monkeypatch.setitem(sys.modules, "dmuon_jax.planning.improve", None)
     solution = solve(cases.single_axis(*HARD))
     assert "highspy cannot be imported" in solution.status

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests import worker
 from tests.processes import run_processes
 from tests.references import relative
 
@@ -30,13 +31,19 @@ def uninterrupted(tmp_path_factory):
 
 
 def test_train_kill_resume_with_other_process_counts(uninterrupted, tmp_path):
+    """Killed while a step runs.
+
+    Fault: one of several processes is killed while a step runs
+    Happens: the others end with an error within a minute; none hangs
+    Kept: the last checkpoint; 4, 2 or 1 processes go on from it as if nothing had been
+    """
     result = tmp_path / "result.npz"
     arguments = dict(store=str(tmp_path / "store"), result=str(result))
     # The last of two processes dies in step 2, when step 1 is saved.
     killed = run_processes(
-        2, "train", tmp_path / "2", stop=4, die_in_step=1, **arguments
+        2, "train", tmp_path / "2", stop=4, die_in_step=2, **arguments
     )
-    assert killed[1].code == -9
+    assert killed[1].code == -9, killed[1].text
     assert killed[0].code != 0
     assert not result.exists()
     # Four processes go on for two steps, then one process alone.
@@ -52,6 +59,12 @@ def test_train_kill_resume_with_other_process_counts(uninterrupted, tmp_path):
 
 
 def test_a_kill_during_a_save_keeps_the_checkpoint_before(uninterrupted, tmp_path):
+    """Killed while a checkpoint is written.
+
+    Fault: the process is killed while it writes a checkpoint
+    Happens: the next run starts from the checkpoint before
+    Kept: that checkpoint, bit for bit
+    """
     result = tmp_path / "result.npz"
     arguments = dict(store=str(tmp_path / "store"), result=str(result), stop=4)
     (killed,) = run_processes(1, "train", tmp_path, die_in_save=3, **arguments)
@@ -62,11 +75,19 @@ def test_a_kill_during_a_save_keeps_the_checkpoint_before(uninterrupted, tmp_pat
     assert_close(load(result), uninterrupted, 0.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"method": "gram"}], ids=["costs", "options"])
-def test_processes_that_plan_otherwise_are_told_so(options, tmp_path):
-    outcomes = run_processes(2, "disagree", tmp_path, odd_options=options)
+def test_processes_that_plan_otherwise_are_told_so(tmp_path):
+    """Before the first exchange, on every process.
+
+    Fault: a process has other versions, parameters, costs, options or another plan
+    Happens: `init` raises on every process, and names what differs and where
+    Kept: nothing has run yet
+    """
+    outcomes = run_processes(2, "disagree", tmp_path)
     for outcome in outcomes:
-        assert outcome.code == 1
-        assert (
-            "got other costs or options on process 1 than on process 0" in outcome.text
-        )
+        assert outcome.code == 1, outcome.text
+        told = outcome.json()
+        assert list(told) == list(worker.ODD)
+        for kind, name in worker.ODD.items():
+            want = f"got other {name} on process 1 than on process 0"
+            assert want in told[kind], kind
+        assert outcome.text.count("all processes must plan alike") == 6

@@ -4,6 +4,7 @@ import functools
 import importlib
 import os
 import pathlib
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dmuon_jax import plan_owners
+from dmuon_jax.proof import audit
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks" / "recipes"
 COMPARED = (
@@ -39,7 +41,7 @@ def straight_losses(recipe):
     """What one optimizer on one mesh gives."""
     orbax = recipe("orbax_resume")
     started = orbax.start(Mesh(np.array(jax.devices()), ("fsdp",)), "fsdp")
-    _, _, losses = orbax.train(*started, list(orbax.batches(STEPS)))
+    _, _, losses = recipe("toy").train(*started, list(orbax.batches(STEPS)))
     return losses
 
 
@@ -62,7 +64,7 @@ def test_changed_optimizer_goes_on_as_optax_would(recipe):
     changed = migration.main(STEPS)
     tx, params = optax.contrib.muon(0.02, weight_decay=0.01), migration.init_params()
     data = list(migration.batches(STEPS))
-    _, _, straight = migration.train(tx, params, tx.init(params), data)
+    _, _, straight = recipe("toy").train(tx, params, tx.init(params), data)
     np.testing.assert_allclose(changed, straight, rtol=1e-5)
 
 
@@ -71,11 +73,8 @@ def test_zero_sharded_masters_gather_nothing_over_replicas(recipe):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "fsdp"))
     plan = plan_owners(hsdp.master_weights(mesh))
     assert plan.exchange_bytes.all_gather == 0 < plan.exchange_bytes.all_to_all
-    plain = jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        hsdp.init_params(),
-        hsdp.specs(hsdp.init_params(), "fsdp"),
-    )
+    plain = hsdp.init_params()
+    plain = jax.device_put(plain, hsdp.by_rows(plain, mesh))
     assert plan_owners(plain).exchange_bytes.all_gather > 0
 
 
@@ -139,3 +138,77 @@ def test_launcher_fails_where_a_process_fails(tmp_path):
     done = subprocess.run([script, "a", "b"], env=environment, capture_output=True)
     assert done.returncode != 0
     assert subprocess.run([script], capture_output=True).returncode == 2
+
+
+SRUN = """#!/usr/bin/env bash
+# Two tasks on this machine, numbered as SLURM numbers them.
+while [[ $1 == --* ]]; do shift; done
+tasks=()
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
+    tasks+=($!)
+done
+for task in "${tasks[@]}"; do wait "$task"; done
+"""
+
+
+def test_slurm_starts_processes_that_find_each_other(recipe, tmp_path):
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "PATH": f"{srun.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(FOLDER.parents[1]),
+        "PYTHON": sys.executable,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "SLURM_SUBMIT_DIR": str(FOLDER / "launch"),
+        # What JAX reads: the job's number (for the port), nodes and number of tasks.
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+    }
+    spooled = tmp_path / "slurm_script"  # SLURM runs a copy of the script
+    spooled.write_text((FOLDER / "launch" / "slurm.sh").read_text())
+    done = subprocess.run(
+        ["bash", str(spooled), "--cpu-devices", "4", "--steps", "3"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [
+        float(x.split()[1]) for x in done.stdout.splitlines() if x.startswith("loss")
+    ]
+    # Two processes that did not find each other would each print all losses.
+    np.testing.assert_allclose(losses, straight_losses(recipe)[:3], atol=1e-5)
+    assert (tmp_path / "checkpoint").is_dir()
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "ssh.sh"])
+def test_launchers_are_sound_shell(name):
+    script = str(FOLDER / "launch" / name)
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    if shellcheck := shutil.which("shellcheck"):
+        done = subprocess.run([shellcheck, script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    # A process of JAX takes the GPU of its own number, so it must see all of its node's.
+    assert "--gpus-per-task" not in pathlib.Path(script).read_text()
+
+
+def test_warming_up_runs_each_collective(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER / "launch")
+    train = importlib.import_module("train")
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    rows = jax.ShapeDtypeStruct(
+        (8, 8), np.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
+    )
+    found = audit(train.each_collective(mesh).lower(rows).compile())
+    assert {x.kind for x in found.collectives} == {
+        "all-to-all",
+        "all-gather",
+        "all-reduce",
+    }
+    train.warm_up(mesh)

@@ -182,3 +182,33 @@ def test_memory_kinds_that_a_trace_cannot_tell_are_refused():
     sharding = NamedSharding(mesh, P(), memory_kind="unpinned_host")
     with pytest.raises(NotImplementedError, match=r"unpinned_host.* at \['cut'\]"):
         dmuon(0.02, momentum_shardings={"cut": sharding})
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=str)
+def test_named_shardings_of_a_momentum_hold_on_one_device(spec):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    host = NamedSharding(mesh, spec, memory_kind="pinned_host")
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(8, 12)), jnp.float32)
+    want = jax.jit(dmuon(0.02).update)
+    for params in ({"cut": weights}, jax.device_put({"cut": weights}, host)):
+        params = jax.device_put(params, jax.memory.Space.Device)
+        tx = dmuon(0.02, momentum_shardings={"cut": host})
+        plain, state = dmuon(0.02).init(params), tx.init(params)
+        assert host_paths(state) == host_paths(jax.jit(tx.init)(params)) == ["cut"]
+        for _ in range(2):
+            expected, plain = want(params, plain, params)
+            updates, state = jax.jit(tx.update)(params, state, params)
+            np.testing.assert_array_equal(updates["cut"], expected["cut"])
+            assert host_paths(state) == ["cut"]
+
+
+def test_a_momentum_on_another_mesh_than_its_parameter_is_refused():
+    mesh = make_mesh(AxisType.Auto)
+    params = make_params(mesh)
+    other = Mesh(np.array(jax.devices()[:4]), ("data",))
+    tx = dmuon(0.02, momentum_shardings=NamedSharding(other, P("data")))
+    words = r"on the mesh of the parameters .*'model'.* at \['cut'\]"
+    with pytest.raises(ValueError, match=words):
+        tx.init(params)
+    with pytest.raises(ValueError, match="on the mesh of the parameters"):
+        tx.init(jax.tree.map(np.asarray, params))

@@ -71,6 +71,12 @@ def test_no_device_holds_a_whole_bucket():
 
 
 def test_a_limit_below_one_leaf_is_refused():
+    """At init.
+
+    Fault: `max_wave_bytes` is too small for some leaf
+    Happens: `init` raises ValueError with the bytes needed and the leaf
+    Kept: nothing has run
+    """
     params = setup()
     with pytest.raises(ValueError, match=rf"{SHARE} bytes, got {SHARE - 1} at \['w00'\]"):
         dmuon(0.1, max_wave_bytes=SHARE - 1).init(params)

@@ -1,5 +1,7 @@
 """What a process started by ``tests.processes`` does: ``python -m tests.worker``."""
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -8,6 +10,7 @@ import signal
 import sys
 import threading
 import warnings
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,9 +19,19 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import dmuon_jax.leaves
-from dmuon_jax import dmuon, plan_owners, state_shardings
+import dmuon_jax.measure
+from dmuon_jax import (
+    Measured,
+    agreement,
+    dmuon,
+    leaves,
+    plan_owners,
+    state_shardings,
+)
+from dmuon_jax.find_plan import PlanFinder
+from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.devices import device_of_kind
+from dmuon_jax.routing import matrices_of
 
 SHAPES = {"rows": (16, 12), "columns": (10, 16), "whole": (14, 10), "bias": (16,)}
 SPECS = {"rows": P("x"), "columns": P(None, "x"), "whole": P(), "bias": P("x")}
@@ -38,9 +51,19 @@ def spread(tree, shardings):
     return jax.tree.map(one, tree, shardings)
 
 
-def make_step(tx):
+def make_step(tx, in_step=None):
+    """A jitted step; each process calls ``in_step`` while it runs."""
+
+    def call(x):
+        jax.debug.callback(in_step)
+        return x
+
     @jax.jit
     def step(params, state, grads):
+        if in_step is not None:
+            mesh = jax.typeof(grads["bias"]).sharding.mesh
+            mapped = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+            grads["bias"] = mapped(grads["bias"])
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -50,14 +73,14 @@ def make_step(tx):
 class Run:
     """Training on all devices of all processes, with a checkpoint after each step."""
 
-    def __init__(self, store: pathlib.Path):
+    def __init__(self, store: pathlib.Path, in_step=None):
         mesh = Mesh(np.array(jax.devices()), ("x",))
         self.shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
         self.tx = dmuon(0.05, weight_decay=0.1, ns_steps=2)
         self.params = spread(values(0), self.shardings)
         self.state = self.tx.init(self.params)
         self.plan = plan_owners(self.params)
-        self.step = make_step(self.tx)
+        self.step = make_step(self.tx, in_step)
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
         self.manager = ocp.CheckpointManager(store, options=options)
         self.done = 0
@@ -92,15 +115,16 @@ class Run:
 
 def train(setup) -> dict:
     """Trains from the newest checkpoint to step ``stop``; may die on the way."""
-    run = Run(pathlib.Path(setup["store"]))
+    doomed = setup["index"] == setup["count"] - 1
+
+    def die():
+        if doomed and run.done == setup["die_in_step"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run = Run(pathlib.Path(setup["store"]), die if "die_in_step" in setup else None)
     run.resume()
     start = run.done
     while run.done < setup["stop"]:
-        if (
-            run.done == setup.get("die_in_step")
-            and setup["index"] == setup["count"] - 1
-        ):
-            os.kill(os.getpid(), signal.SIGKILL)
         run.advance()
         if run.done == setup.get("die_in_save"):
             die_when_saving(pathlib.Path(setup["store"]))
@@ -135,22 +159,90 @@ def die_when_saving(store: pathlib.Path) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+ODD = {
+    "versions": "versions of dmuon_jax or jax",
+    "parameters": "parameters",
+    "costs": "costs or options",
+    "options": "costs or options",
+    "plan": "owners",
+}
+"""What the last process may have otherwise, and how the others are told."""
+
+
 def disagree(setup) -> dict:
-    """Inits where the last process prices devices otherwise, or was given other options."""
-    odd = setup["index"] == setup["count"] - 1
-    options = setup["odd_options"] if odd else {}
-    if odd and not options:
-
-        def slower(platform, kind):
-            device = device_of_kind(platform, kind)
-            return type(device)(**{**vars(device), "name": "a slower one"})
-
-        dmuon_jax.leaves.device_of_kind = slower
+    """Inits where the last process has something else; the last time, uncaught."""
     mesh = Mesh(np.array(jax.devices()), ("x",))
     shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
     params = spread(values(0), shardings)
-    dmuon(0.05, **options).init(params)
+    told = {}
+    for kind in ODD:
+        try:
+            init_oddly(kind if setup["index"] == setup["count"] - 1 else "", kind, params)
+        except ValueError as error:
+            told[kind] = str(error)
+    print(json.dumps(told), flush=True)
+    init_oddly("options" if setup["index"] else "", "", params)
     return {}
+
+
+def init_oddly(own: str, kind: str, params) -> None:
+    """``dmuon.init``, with something of ``own`` kind that the other processes lack."""
+    options, patches = {}, []
+    if own == "versions":
+        patches.append(mock.patch.object(agreement, "versions", lambda: "newer"))
+    if own == "parameters":
+        params = {k: x for k, x in params.items() if k != "whole"}
+    if own == "costs":
+        patches.append(mock.patch.object(leaves, "device_of_kind", slower_device))
+    if own == "options":
+        options["method"] = "gram"
+    if kind == "plan":
+        axes = () if own else None
+        options["plan"] = plan_owners(params, owner_axes=axes)
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        dmuon(0.05, **options).init(params)
+
+
+def slower_device(platform, kind):
+    return dataclasses.replace(device_of_kind(platform, kind), name="a slower one")
+
+
+def measure(setup) -> dict:
+    """Inits with measured costs, which differ between processes or cannot be had."""
+    timed, how, index = [], setup["how"], setup["index"]
+
+    def time_update_us(point, path, device):
+        timed.append(point)
+        if how == "fail":
+            raise jax.errors.JaxRuntimeError("INTERNAL: a kernel failed")
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (index == 0) == (point.method == "gram"):
+            return 2.0 * point.batch
+        return 900.0 * point.batch
+
+    dmuon_jax.measure.time_update_us = time_update_us
+    costs = Measured(cache=setup["cache"])
+    if how == "odd" and index:
+        costs = "roofline"
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
+    params = spread(values(0), shardings)
+    finder = PlanFinder(OwnerOptions(costs=costs))
+    plan = finder.find(*matrices_of(params, None), at_init=True).plan
+    (table,) = finder.tables.values()
+    try:
+        plan_owners(params, costs=costs)
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "timed": len(timed),
+        "plan": plan.digest(),
+        "table": table.to_json(),
+        "refused": refused,
+    }
 
 
 def main(task: str, setup: dict) -> None:
@@ -164,7 +256,8 @@ def main(task: str, setup: dict) -> None:
             initialization_timeout=60,
             heartbeat_timeout_seconds=10,
         )
-    result = {"train": train, "disagree": disagree}[task](setup)
+    tasks = {"train": train, "disagree": disagree, "measure": measure}
+    result = tasks[task](setup)
     print(json.dumps(result), flush=True)
     if setup["count"] > 1:
         jax.distributed.shutdown()

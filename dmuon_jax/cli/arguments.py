@@ -159,7 +159,7 @@ def matrices_of(record: dict[str, Any]) -> Matrices:
 
 
 def placement(arguments: argparse.Namespace) -> Placement:
-    """Where parameters lie: FSDP axes as named, or those called fsdp, or the last."""
+    """Where parameters lie: FSDP axes as named, or the one called fsdp, or the only one."""
     mesh = arguments.mesh
     expert = arguments.expert_axis
     if expert is None:
@@ -167,5 +167,10 @@ def placement(arguments: argparse.Namespace) -> Placement:
     fsdp = arguments.fsdp_axis
     if fsdp is None:
         rest = [n for n in mesh.names if n not in (*expert, *arguments.momentum_axis)]
-        fsdp = ("fsdp",) if "fsdp" in rest else tuple(rest[-1:])
+        fsdp = ("fsdp",) if "fsdp" in rest else tuple(rest)
+        if len(fsdp) > 1:
+            raise UsageError(
+                "--fsdp-axis must name the axes that shard each matrix where none is "
+                f"called fsdp, got the mesh axes {', '.join(mesh.names)}"
+            )
     return Placement(mesh, fsdp, expert, arguments.momentum_axis, arguments.scan)

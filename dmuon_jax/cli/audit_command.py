@@ -72,13 +72,14 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
         )
     terminal.print(found.to_json() if arguments.json else found.summary())
     if arguments.picture is not None:
-        picture(found, arguments.picture)
+        with terminal.waiting("Drawing"):
+            picture(found, arguments.picture)
         terminal.note(f"wrote {arguments.picture}")
     limits = {name: vars(arguments)[name] for name in LIMITS}
     try:
         found.check(**limits)
     except AuditError as error:
-        terminal.note(terminal.paint(str(error), "red"))
+        terminal.note(str(error), "red")
         return 1
     return 0
 

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dmuon_jax.cli.arguments import add_json, add_model, positive, read_model
+from dmuon_jax.cli.machine import find_devices
 from dmuon_jax.cli.terminal import Terminal, table
 from dmuon_jax.muon import dmuon
 from dmuon_jax.planning.workloads import Matrices, Workload
@@ -70,12 +71,13 @@ def dimension_numbers(params: Any) -> Any:
 def make_mesh() -> Mesh:
     """All devices along one Auto axis."""
     # Accepted before the first use of a device only, and without effect on accelerators.
-    if not jax.config.jax_num_cpu_devices > 1:
+    number = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if not number > 1:
         try:
             jax.config.update("jax_num_cpu_devices", 8)
         except RuntimeError:
             pass  # devices are in use, or XLA_FLAGS tells their number
-    return Mesh(jax.devices(), ("fsdp",))
+    return Mesh(find_devices(), ("fsdp",))
 
 
 def make_tree(workload: Workload, layers: int, mesh: Mesh, key: jax.Array) -> Any:
@@ -101,8 +103,13 @@ def time_s(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def measure(workload: Workload, layers: int, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of every update of each optimizer, which take turns."""
+def measure(
+    workload: Workload, layers: int, repeats: int, advance: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Milliseconds of every update of each optimizer, which take turns.
+
+    Calls ``advance`` after each compilation and after each turn.
+    """
     mesh = make_mesh()
     params = make_tree(workload, layers, mesh, jax.random.key(0))
     grads = make_tree(workload, layers, mesh, jax.random.key(1))
@@ -113,10 +120,12 @@ def measure(workload: Workload, layers: int, repeats: int) -> dict[str, list[flo
         compiled = jax.jit(tx.update).lower(grads, state, params).compile()
         calls[name] = lambda run=compiled, state=state: run(grads, state, params)
         time_s(calls[name])
+        advance()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
             times[name].append(1e3 * time_s(call))
+        advance()
     return times
 
 
@@ -125,8 +134,9 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     small = arguments.model is None and arguments.shapes is None
     workload = SMALL if small else read_model(arguments)
     layers = max(arguments.layers, SMALL.layers) if small else arguments.layers
-    with terminal.waiting("Compiling and timing three updates"):
-        times = measure(workload, layers, arguments.repeats)
+    parts = len(OPTIMIZERS) + arguments.repeats
+    with terminal.waiting("Compiling and timing three updates", parts) as advance:
+        times = measure(workload, layers, arguments.repeats, advance)
     medians = {name: statistics.median(row) for name, row in times.items()}
     first = jax.devices()[0]
     if arguments.json:

@@ -6,13 +6,15 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from dmuon_jax.cli.arguments import add_json
+from dmuon_jax.cli.machine import find_devices
 from dmuon_jax.cli.terminal import Terminal
-from dmuon_jax.cli.tune_command import cache_directory
 from dmuon_jax.kernels import tune
+from dmuon_jax.kernels.records import contents, default_directory
 from dmuon_jax.kernels.select import Problem, choose
 from dmuon_jax.kernels.support import target_device
 from dmuon_jax.planning import Problem as PlanningProblem
@@ -98,7 +100,11 @@ def plugins() -> Iterator[Finding]:
 
 def devices() -> Iterator[Finding]:
     """Devices, and what the planner takes them for."""
-    found = jax.devices()
+    try:
+        found = find_devices()
+    except NotImplementedError as error:
+        yield Finding("devices", "missing", str(error))
+        return
     first = found[0]
     kind = device_of_kind(target_device().platform, first.device_kind)
     text = f"{len(found)} x {first.device_kind} ({first.platform})"
@@ -107,14 +113,21 @@ def devices() -> Iterator[Finding]:
     state = "note" if first.platform == "cpu" else "ok"
     hint = "; no accelerator is used" if state == "note" else ""
     yield Finding("devices", state, f"{text}; planned as {kind.name}{hint}")
+    yield from kernels()
 
 
 def kernels() -> Iterator[Finding]:
     """The implementation that would be chosen for a few shapes."""
     device = target_device()
     dtype = COMPUTE_DTYPE.get(device.platform, "float32")
-    table = tune.table_path(cache_directory(), device.kind)
-    verdicts = tune.load(table) if table.exists() else None
+    folder = default_directory()
+    table = None if folder is None else tune.table_path(folder, device.kind)
+    verdicts = None
+    if table is not None and table.exists():
+        try:
+            verdicts = tune.load(table)
+        except ValueError as error:
+            yield Finding("verdicts", "note", f"{table} is ignored: {error}")
     chosen: dict[str, list[str]] = {}
     for short, long in PROBES:
         choice = choose(Problem("gram", 4, short, long, dtype), verdicts)
@@ -122,7 +135,7 @@ def kernels() -> Iterator[Finding]:
         chosen.setdefault(text, []).append(f"{short}x{long}")
     for text, shapes in chosen.items():
         yield Finding("kernels", "ok", f"{', '.join(shapes)}: {text}")
-    if table.exists():
+    if verdicts is not None:
         yield Finding("verdicts", "ok", str(table))
     elif device.platform == "gpu":
         yield Finding("verdicts", "note", "not measured: dmuon-jax tune --model ...")
@@ -140,8 +153,15 @@ def solver() -> Iterator[Finding]:
 
 
 def caches() -> Iterator[Finding]:
-    """Where compiled programs are kept."""
-    folder = jax.config.jax_compilation_cache_dir
+    """Where measurements and compiled programs are kept."""
+    kept = default_directory()
+    number, size = contents(kept)
+    where = "nowhere, there is no home" if kept is None else str(kept)
+    yield Finding(
+        "measurements", "ok", f"{number} entries, {size / 1024:.1f} KiB in {where}"
+    )
+    config: Any = jax.config  # whose options exist at run time only
+    folder = config.jax_compilation_cache_dir
     if folder:
         yield Finding("compilation cache", "ok", str(folder))
     else:
@@ -156,7 +176,7 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     """Runs the command."""
     findings: list[Finding] = []
     with terminal.waiting("Looking around"):
-        for look in (packages, plugins, devices, kernels, solver, caches):
+        for look in (packages, plugins, devices, solver, caches):
             findings += look()
     if arguments.json:
         records = [dataclasses.asdict(each) for each in findings]

@@ -1,6 +1,8 @@
 """Parses the command line, runs one command, and turns errors into sentences."""
 
 import argparse
+import os
+import sys
 
 from dmuon_jax.cli import (
     audit_command,
@@ -61,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)  # leaves with 2 for wrong use
     try:
         return arguments.run(arguments, terminal)
+    except BrokenPipeError:  # what reads the output, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except NotImplementedError as error:
         terminal.note(f"dmuon-jax {arguments.command}: {error}")
         return 1

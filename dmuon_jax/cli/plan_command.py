@@ -16,12 +16,17 @@ from dmuon_jax.cli.arguments import (
     read_text,
 )
 from dmuon_jax.cli.terminal import Terminal, UsageError, table
-from dmuon_jax.planning.build import make_plan
+from dmuon_jax.kernels.support import describe_device
+from dmuon_jax.matrices import Axes, Leaf
+from dmuon_jax.measure import default_device, measure_costs
+from dmuon_jax.planning.batches import even_batches
+from dmuon_jax.planning.build import Settings, make_plan
 from dmuon_jax.planning.clusters import cluster_settings, model_leaves
+from dmuon_jax.planning.compare import AUTO, cheapest_plan, owner_axes_candidates
 from dmuon_jax.planning.cost import TableCost
-from dmuon_jax.planning.devices import DEVICES
+from dmuon_jax.planning.devices import DEVICES, device_of_kind
 from dmuon_jax.planning.estimate import Estimate, estimate
-from dmuon_jax.planning.plan import Plan
+from dmuon_jax.planning.plan import Alternative, Plan
 
 EXAMPLES = """examples:
   dmuon-jax plan --model llama-3.1-8b --mesh data=16,fsdp=8 --device h200
@@ -61,7 +66,11 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     """Adds how parameters lie, and how owners are chosen."""
     add = parser.add_argument
     axes = {"type": axes_argument, "metavar": "AXES"}
-    add("--fsdp-axis", **axes, help="axes that shard each matrix (default: fsdp)")
+    add(
+        "--fsdp-axis",
+        **axes,
+        help="axes that shard each matrix (default: fsdp, or the only axis)",
+    )
     add("--expert-axis", **axes, help="axes that shard experts (default: expert)")
     add(
         "--momentum-axis",
@@ -69,60 +78,134 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="axes that shard the momentum on top, as ZeRO does",
     )
-    add("--owner-axes", **axes, help="axes over which owners are spread (default: all)")
+    add(
+        "--owner-axes",
+        **axes,
+        help="axes over which owners are spread; auto: the cheapest (default: all)",
+    )
     add("--scan", action="store_true", help="layers are stacked, as under lax.scan")
     add("--method", choices=("direct", "gram"), help="form of the iteration")
-    add("--costs", type=pathlib.Path, metavar="FILE", help="measured TableCost as JSON")
+    add(
+        "--costs",
+        metavar="SOURCE",
+        help="roofline (default), measured (here and now), or a file of a TableCost",
+    )
     add(
         "--max-wave-mib",
         type=positive,
         metavar="MIB",
         help="limit on whole matrices (float32) that a device holds at a time",
     )
+    add(
+        "--max-owner-mib",
+        type=positive,
+        metavar="MIB",
+        help="limit on an owner's matrices as they travel; no plan is above it",
+    )
 
 
-def plan_for(arguments: argparse.Namespace, owner_axes=None) -> Plan:
-    """The plan that the arguments ask for."""
-    cost = None
-    if arguments.costs is not None:
-        cost = TableCost.from_json(read_text(arguments.costs, "--costs"))
+Work = tuple[tuple[Leaf, ...], Settings]
+"""What is planned, and how."""
+
+
+def work_for(arguments: argparse.Namespace) -> Work:
+    """The leaves of the model, and settings with the costs that the arguments name."""
+    leaves = model_leaves(read_model(arguments), placement(arguments))
     settings = cluster_settings(
         DEVICES[arguments.device],
         arguments.mesh,
-        owner_axes=owner_axes,
+        owner_axes=AUTO if is_auto(arguments) else arguments.owner_axes,
         method=arguments.method,
-        cost=cost,
         max_wave_bytes=arguments.max_wave_mib and arguments.max_wave_mib * MIB,
+        max_owner_bytes=arguments.max_owner_mib and arguments.max_owner_mib * MIB,
     )
-    leaves = model_leaves(read_model(arguments), placement(arguments))
-    return make_plan(leaves, arguments.mesh, settings)
+    cost = costs_for(arguments, leaves, settings)
+    return leaves, settings if cost is None else dataclasses.replace(settings, cost=cost)
 
 
-def alternatives(arguments: argparse.Namespace) -> dict[tuple[str, ...], Plan]:
+def read_costs(path: pathlib.Path) -> TableCost:
+    """The table of costs in a file."""
+    text = read_text(path, "--costs")
+    try:
+        return TableCost.from_json(text)
+    except ValueError as error:
+        raise UsageError(
+            f"--costs must be a table of costs: {path}: {error}"
+        ) from error
+
+
+def is_auto(arguments: argparse.Namespace) -> bool:
+    """Whether owner axes are to be chosen by price."""
+    return arguments.owner_axes == (AUTO,) and AUTO not in arguments.mesh.names
+
+
+def costs_for(
+    arguments: argparse.Namespace, leaves: tuple[Leaf, ...], settings: Settings
+) -> TableCost | None:
+    """The table of ``--costs``; None for the roofline of the settings.
+
+    Raises:
+      NotImplementedError: ``--costs measured`` where the device here is another.
+    """
+    if arguments.costs in (None, "roofline"):
+        return None
+    if arguments.costs != "measured":
+        return read_costs(pathlib.Path(arguments.costs))
+    device = default_device()
+    target = describe_device(device.platform, device.device_kind, None)
+    here = device_of_kind(target.platform, target.kind).name
+    if here != arguments.device:
+        raise NotImplementedError(
+            f"--costs measured must be run on the device that is planned for, got {here} "
+            f"here for --device {arguments.device}"
+        )
+    mesh = arguments.mesh
+    candidates = owner_axes_candidates(leaves, mesh, settings.bandwidths)
+    batches = even_batches(leaves, mesh, (settings.owner_axes, *candidates))
+    return measure_costs(batches, method=arguments.method, device=device)
+
+
+def plan_of(work: Work, arguments: argparse.Namespace) -> Plan:
+    """The plan, over the owner axes named or the cheapest."""
+    make = cheapest_plan if is_auto(arguments) else make_plan
+    return make(work[0], arguments.mesh, work[1])
+
+
+def plan_for(arguments: argparse.Namespace) -> Plan:
+    """The plan that the arguments ask for."""
+    return plan_of(work_for(arguments), arguments)
+
+
+def alternatives(work: Work, arguments: argparse.Namespace) -> dict[Axes, Plan]:
     """Plans with owners over fewer axes, where NS is repeated instead of sent further."""
-    names = arguments.mesh.names
     if arguments.owner_axes is not None:
         return {}
+    leaves, settings = work
+    mesh = arguments.mesh
+    others = owner_axes_candidates(leaves, mesh, settings.bandwidths)[1:]
     return {
-        names[first:]: plan_for(arguments, names[first:])
-        for first in range(1, len(names))
+        axes: make_plan(leaves, mesh, dataclasses.replace(settings, owner_axes=axes))
+        for axes in others
     }
 
 
 def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     """Runs the command."""
     device = DEVICES[arguments.device]
+    with terminal.logs():
+        work = work_for(arguments)
     with terminal.waiting("Solving the plan"):
-        plan = plan_for(arguments, arguments.owner_axes)
+        plan = plan_of(work, arguments)
     with terminal.waiting("Solving plans with owners over fewer axes"):
-        others = alternatives(arguments)
+        others = alternatives(work, arguments)
     costs = estimate(plan, device)
     if arguments.save is not None:
         arguments.save.write_text(plan.to_json() + "\n", encoding="utf-8")
     if arguments.plot is not None:
-        draw(plan, arguments.plot)
+        with terminal.waiting("Drawing"):
+            draw(plan, arguments.plot)
     if arguments.json:
-        terminal.print(json.dumps(record(plan, costs), indent=1))
+        terminal.print(json.dumps(record(plan, costs, others), indent=1))
         return 0
     terminal.print(plan.summary())
     terminal.print(f"\nper device, the matrices' share only ({device.name}, a model):")
@@ -159,14 +242,14 @@ def ms(*times_us: float) -> tuple[str, ...]:
     return tuple(f"{time / 1e3:.2f}" for time in times_us)
 
 
-def advice(axes: tuple[str, ...], costs: Estimate, other: Estimate) -> str:
+def advice(axes: Axes, costs: Estimate, other: Estimate) -> str:
     """What another choice of ``owner_axes`` would do."""
-    better = other.exposed_us < costs.exposed_us
-    named = ", ".join(repr(axis) for axis in axes)
+    saved = costs.exposed_us - other.exposed_us
+    compared = "shorter" if saved > 0 else "longer"
     return (
-        f"owner_axes=({named},): update {other.hidden_us / 1e3:.2f} ms with the exchange "
-        f"hidden, {other.exposed_us / 1e3:.2f} ms without"
-        + ("; shorter if nothing hides it" if better else "")
+        f"owner_axes={axes}: update {other.hidden_us / 1e3:.2f} ms with the exchange "
+        f"hidden, {other.exposed_us / 1e3:.2f} ms without: {abs(saved) / 1e3:.2f} ms "
+        f"{compared} if nothing hides it"
     )
 
 
@@ -188,14 +271,20 @@ def tips(plan: Plan) -> list[str]:
     return found
 
 
-def record(plan: Plan, costs: Estimate) -> dict:
+def record(plan: Plan, costs: Estimate, others: dict[Axes, Plan]) -> dict:
     """All figures, for ``--json``."""
+    priced = [Alternative(a, p.makespan_us, p.exchange_us) for a, p in others.items()]
     return {
         "num_matrices": plan.num_matrices,
         "num_devices": plan.mesh.num_devices,
         "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
         "owner_axes": plan.owner_axes,
+        "alternatives": [
+            dataclasses.asdict(each) for each in (*plan.alternatives, *priced)
+        ],
         "status": plan.status,
+        "costs": plan.costs,
+        "idle_share": plan.idle_share,
         "makespan_us": plan.makespan_us,
         "exchange_us": plan.exchange_us,
         "lower_bound_us": plan.lower_bound_us,

@@ -1,6 +1,7 @@
 """``dmuon-jax simulate``: compiles training steps for a cluster and puts them on a clock."""
 
 import argparse
+import json
 
 import jax
 
@@ -26,7 +27,8 @@ def add_parser(commands) -> None:
         "simulate",
         help="step time with AdamW, optax.contrib.muon and dmuon on a cluster",
         description="Compiles the training step of a model for a cluster that is not "
-        "here, and reads the time of the scheduled program off a two-stream model. Needs "
+        "here, batch split over all mesh axes and parameters over fsdp, and reads the time "
+        "of the scheduled program off a two-stream model. Needs "
         "the CUDA plugin (or libtpu); without it, prints the plan alone.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,6 +64,11 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
         raise UsageError(
             "simulate needs --model: a file of shapes has no layers to run"
         )
+    if "fsdp" not in arguments.mesh.names:
+        raise UsageError(
+            "--mesh must have an axis called fsdp, over which simulate shards the "
+            f"parameters (data=8,fsdp=1 for none), got {', '.join(arguments.mesh.names)}"
+        )
     mesh = dict(zip(arguments.mesh.names, arguments.mesh.sizes, strict=True))
     jax.config.update("jax_platforms", "cpu")  # compiling needs no accelerator
     model = model_named(arguments.model)
@@ -90,7 +97,10 @@ def analytic(arguments: argparse.Namespace, terminal: Terminal) -> None:
     plan_command.add_layout(defaults)
     filled = argparse.Namespace(**vars(defaults.parse_args([])) | vars(arguments))
     plan = plan_command.plan_for(filled)
-    if not arguments.json:
-        costs = estimate(plan, DEVICES[arguments.device])
+    costs = estimate(plan, DEVICES[arguments.device])
+    if arguments.json:
+        plan_only = {"plan_only": plan_command.record(plan, costs)}
+        terminal.print(json.dumps(plan_only, indent=1))
+    else:
         terminal.print(plan.summary())
         terminal.print(table(plan_command.cost_rows(costs)))

@@ -1,16 +1,16 @@
 """``dmuon-jax tune``: measures which kernels and tiles are fastest on this device."""
 
 import argparse
+import dataclasses
 import json
-import os
 import pathlib
-
-import jax
 
 from dmuon_jax.cli import plan_command
 from dmuon_jax.cli.arguments import add_cluster, add_json, add_model
-from dmuon_jax.cli.terminal import Terminal
+from dmuon_jax.cli.machine import find_devices
+from dmuon_jax.cli.terminal import Terminal, UsageError
 from dmuon_jax.kernels import tune
+from dmuon_jax.kernels.records import default_directory
 from dmuon_jax.kernels.select import Problem, candidates
 from dmuon_jax.kernels.support import target_device
 from dmuon_jax.planning.plan import Bucket, Plan
@@ -40,7 +40,7 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--directory",
         type=pathlib.Path,
-        default=cache_directory(),
+        default=default_directory(),
         metavar="DIR",
         help="where verdicts are kept (default: %(default)s)",
     )
@@ -49,12 +49,6 @@ def add_parser(commands) -> None:
     )
     add_json(parser)
     parser.set_defaults(run=run)
-
-
-def cache_directory() -> pathlib.Path:
-    """The user's folder of measurements."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(base).expanduser() / "dmuon_jax"
 
 
 def bucket_problems(bucket: Bucket) -> tuple[Problem, ...]:
@@ -80,14 +74,19 @@ def plan_problems(plan: Plan) -> tuple[Problem, ...]:
 
 def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     """Runs the command."""
+    if arguments.directory is None:
+        raise UsageError("there is no home folder for verdicts: pass --directory")
     with terminal.waiting("Solving the plan"):
-        problems = plan_problems(plan_command.plan_for(arguments, arguments.owner_axes))
+        problems = plan_problems(plan_command.plan_for(arguments))
+    if arguments.dry_run and arguments.json:
+        terminal.print(json.dumps([dataclasses.asdict(p) for p in problems], indent=1))
+        return 0
     if arguments.dry_run:
         for problem in problems:
             terminal.print(describe(problem))
         return 0
     with terminal.waiting("Looking for devices"):
-        jax.devices()
+        find_devices()
     device = target_device()
     open_ones = [p for p in problems if len(candidates(p, device)) > 1]
     if not open_ones:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import optax
 
@@ -14,7 +15,7 @@ WEIGHT_DECAY = 0.1
 # consistent_rms gives Muon's updates about AdamW's size
 # (https://arxiv.org/abs/2502.16982), so that one rate serves Muon's matrices and the
 # Adam that updates the rest.
-MUON_ARGUMENTS = dict(
+MUON_ARGUMENTS: dict[str, Any] = dict(
     weight_decay=WEIGHT_DECAY,
     consistent_rms=0.2,
     muon_weight_dimension_numbers=muon_dimension_numbers,

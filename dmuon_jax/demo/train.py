@@ -88,7 +88,7 @@ class Run:
     """
 
     contender: Contender
-    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    update: jax.stages.Compiled
     params: Any
     state: Any
     losses: list[float]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from dmuon_jax.kernels import chains, dispatch, xla
 from dmuon_jax.kernels.select import Implementation, Problem, choose
+from dmuon_jax.kernels.tiles import TileConfig
 from dmuon_jax.kernels.xla import matmul
 
 __all__ = [
@@ -202,7 +203,7 @@ def pad_multiple(
     kernels = ("gram", "symmetric_matmul")
     x = jax.ShapeDtypeStruct(shape, dtype)
     configs = [choose(Problem.of(each, x), implementation).config for each in kernels]
-    return max(1 if config is None else config.rows for config in configs)
+    return max(c.rows if isinstance(c, TileConfig) else 1 for c in configs)
 
 
 def _check_matrices(name: str, x: jax.Array, square: bool = False) -> None:

@@ -35,6 +35,8 @@ def polynomial_chain(
         if index < steps - 1:
             rz = symmetric_matmul(r, z, r, add)
             r = symmetric_matmul(rz, z, rz, add)
+    if q is None:
+        raise ValueError(f"coefficients must have a row, got {coefficients.shape}")
     return q
 
 

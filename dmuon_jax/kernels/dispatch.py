@@ -52,9 +52,9 @@ def gram(choice: Choice, x: jax.Array, valid: jax.Array | None) -> jax.Array:
     """`x x^T` for any batch and size."""
     size = x.shape[-2]
     result = _module(choice).gram(
-        pad_matrices(flatten_batch(x, 2), choice.config.rows, choice.config.rows),
+        pad_matrices(flatten_batch(x, 2), choice.tiles.rows, choice.tiles.rows),
         flatten_batch(valid, 0),
-        choice.config,
+        choice.tiles,
         _interpreted(choice),
     )
     return result[:, :size, :size].reshape(*x.shape[:-1], size)
@@ -70,13 +70,13 @@ def symmetric_matmul(
 ) -> jax.Array:
     """`alpha a b + beta c + gamma I` for any batch and size."""
     size = a.shape[-1]
-    rows = choice.config.rows
+    rows = choice.tiles.rows
     padded = (pad_matrices(flatten_batch(x, 2), rows, rows) for x in (a, b, c))
     result = _module(choice).symmetric_matmul(
         *padded,
         coefficients,
         flatten_batch(valid, 0),
-        choice.config,
+        choice.tiles,
         _interpreted(choice),
     )
     return result[:, :size, :size].reshape(a.shape)
@@ -102,7 +102,7 @@ def chain(
         pad_matrices(flatten_batch(x, 2), rows, columns),
         coefficients,
         flatten_batch(valid, 0),
-        choice.config.num_warps,
+        choice.chain.num_warps,
         _interpreted(choice),
     )
     return result[:, : x.shape[-2], : x.shape[-1]].reshape(x.shape)

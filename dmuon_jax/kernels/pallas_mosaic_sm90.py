@@ -8,6 +8,7 @@ Roofline: as in `pallas_triton`, with 128 x 128 tiles at 64 FLOPs per byte throu
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,13 @@ from dmuon_jax.kernels.tiles import TileConfig, triangle_order
 # Elements of 16 bits in the 128-byte rows that TMA and wgmma swizzle.
 _SWIZZLE = 64
 _LOADER_REGISTERS = 40
-_TRANSFORMS = (plgpu.TilingTransform((8, _SWIZZLE)), plgpu.SwizzleTransform(128))
+# Two lines that pyright reads in its own way: the classes are protocols to it, and ACC is
+# exported without saying so.
+_TRANSFORMS = (
+    plgpu.TilingTransform((8, _SWIZZLE)),  # pyright: ignore[reportAbstractUsage]
+    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+)
+_sums = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _pipeline(body, context, config: TileConfig, is_gram: bool, num_steps: int):
@@ -77,7 +84,7 @@ def _kernel(
         scratch["arrived"] = plgpu.Barrier(num_barriers=num_groups)
 
     @functools.partial(pl.run_scoped, **scratch, collective_axes="warpgroup")
-    def _(slices, tiles, mirrors=None, arrived=None):
+    def _(slices, tiles, mirrors: Any = None, arrived: Any = None):
         group = jax.lax.axis_index("warpgroup")
         mirror = (tiles if is_shared else mirrors).at[group]
 
@@ -122,7 +129,7 @@ def _kernel(
                         c.at[slot, own, columns], tiles.at[group], arrived.at[group]
                     )
 
-                @functools.partial(pl.run_scoped, sums=plgpu.ACC(shape, jnp.float32))
+                @functools.partial(pl.run_scoped, sums=_sums(shape, jnp.float32))
                 def _(sums):
                     run_pipeline(sums)
                     total = sums[...]
@@ -170,7 +177,7 @@ def _product(a, b, c, coefficients, valid, *, config, is_gram, num_cores, interp
     arrays = varying_together(*(operands[name] for name in names))
 
     def body(*refs):
-        given = dict.fromkeys(("order", "valid", "coefficients", "a", "b", "c"))
+        given: dict[str, Any] = dict.fromkeys(("order", "valid", "coefficients", "a", "b", "c"))
         given.update(zip(names, refs, strict=False))
         _kernel(**given, d=refs[-1], config=config, is_gram=is_gram)
 

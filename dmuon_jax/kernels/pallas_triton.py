@@ -10,6 +10,7 @@ full product's for many tiles, and moves at least `2 s (l + s)` bytes. Tiles of
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,10 @@ def _product_kernel(*refs, config: TileConfig, is_gram: bool, has_c: bool, flags
     """One tile of `x x^T` (*is_gram*) or of `alpha a b + beta c + gamma I`."""
     refs = list(refs)
     order = refs.pop(0)
-    valid = refs.pop(0) if flags else None
-    coefficients = None if is_gram else refs.pop(0)
+    valid: Any = refs.pop(0) if flags else None
+    coefficients: Any = None if is_gram else refs.pop(0)
     a, b = refs.pop(0), refs.pop(0)
-    c = refs.pop(0) if has_c else None
+    c: Any = refs.pop(0) if has_c else None
     (d,) = refs
 
     slot = pl.program_id(1)

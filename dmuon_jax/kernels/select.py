@@ -85,6 +85,20 @@ class Choice:
     config: TileConfig | ChainConfig | None
     reason: str
 
+    @property
+    def tiles(self) -> TileConfig:
+        """The sizes of a product's kernel; raises ``TypeError`` for any other choice."""
+        if not isinstance(self.config, TileConfig):
+            raise TypeError(f"config must be a TileConfig, got {self}")
+        return self.config
+
+    @property
+    def chain(self) -> ChainConfig:
+        """The sizes of a chain's kernel; raises ``TypeError`` for any other choice."""
+        if not isinstance(self.config, ChainConfig):
+            raise TypeError(f"config must be a ChainConfig, got {self}")
+        return self.config
+
 
 @dataclasses.dataclass(frozen=True)
 class Verdicts:

@@ -79,7 +79,7 @@ def target_device() -> Device:
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is None:
-        default = jax.config.jax_default_device
+        default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
         if default is None or isinstance(default, str):
             default = jax.local_devices(backend=default)[0]
         mesh = jax.sharding.Mesh([default], ("device",))

@@ -11,12 +11,14 @@ import os
 import pathlib
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from dmuon_jax.kernels import api
+from dmuon_jax.kernels.records import write_text
 from dmuon_jax.kernels.select import Choice, Problem, Verdicts, candidates
 from dmuon_jax.kernels.support import target_device
 from dmuon_jax.kernels.tiles import ChainConfig, TileConfig
@@ -177,7 +179,7 @@ def measure(
     if choices is None:
         choices = candidates(problem, device)
     baseline = _measure_one(problem, Choice("xla", None, ""), device.kind, float("inf"))
-    if baseline.failure:
+    if baseline.failure or baseline.error is None:
         raise RuntimeError(f"XLA failed on {problem}: {baseline.failure}")
     allowed = ERROR_FACTOR * baseline.error
     others = (choice for choice in choices if choice.implementation != "xla")
@@ -189,21 +191,15 @@ def measure(
 
 def judge(device_kind: str, measurements: Sequence[Measurement]) -> Verdicts:
     """The fastest candidate of each problem among those that passed."""
-    best: dict[Problem, Measurement] = {}
+    best: dict[Problem, tuple[float, Choice]] = {}
     for each in measurements:
-        fastest = best.get(each.problem)
-        if each.failure:
+        if each.failure or each.time_us is None:
             continue
-        if fastest is None or each.time_us < fastest.time_us:
-            best[each.problem] = each
+        if each.problem not in best or each.time_us < best[each.problem][0]:
+            best[each.problem] = each.time_us, each.choice
     entries = tuple(
-        (
-            problem,
-            dataclasses.replace(
-                each.choice, reason=f"measured: {each.time_us:.4g} microseconds"
-            ),
-        )
-        for problem, each in best.items()
+        (problem, dataclasses.replace(choice, reason=f"measured: {us:.4g} microseconds"))
+        for problem, (us, choice) in best.items()
     )
     return Verdicts(device_kind, entries)
 
@@ -234,10 +230,18 @@ def _from_json(record: dict) -> Measurement:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[str, tuple[Measurement, ...]]:
-    """The device kind and the measurements in the file *path*."""
-    content = json.loads(pathlib.Path(path).read_text())
-    measurements = tuple(_from_json(each) for each in content["measurements"])
-    return content["device_kind"], measurements
+    """The device kind and the measurements in the file *path*.
+
+    Raises:
+      OSError: It cannot be read.
+      ValueError: It is damaged, or none of `write`.
+    """
+    try:
+        content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        measurements = tuple(_from_json(each) for each in content["measurements"])
+        return str(content["device_kind"]), measurements
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must hold measurements of kernels: {error}") from error
 
 
 def write(
@@ -252,11 +256,7 @@ def write(
         "kernels_version": KERNELS_VERSION,
         "measurements": [_to_json(each) for each in measurements],
     }
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+    write_text(pathlib.Path(path), json.dumps(content, indent=1) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> Verdicts:
@@ -284,14 +284,32 @@ def tune(
     """
     kind = target_device().kind
     path = table_path(directory, kind)
-    measurements = list(read(path)[1]) if path.exists() else []
-    known = {each.problem for each in measurements}
+    found, faults = _known(path)
     for problem in dict.fromkeys(problems):
-        if problem in known:
+        if problem in found:
             continue
-        new = measure(problem)
-        measurements += new
-        write(path, kind, measurements)
-        for each in new:
+        found[problem] = measure(problem)
+        try:
+            # What other processes have measured meanwhile is kept.
+            found = _known(path)[0] | found
+            write(path, kind, sum(found.values(), ()))
+        except OSError as error:
+            faults.append(f"not kept: {error}")
+        for each in found[problem]:
             report(each)
-    return judge(kind, measurements)
+    if faults:
+        warnings.warn(f"measurements of kernels: {faults[0]}", stacklevel=2)
+    return judge(kind, sum(found.values(), ()))
+
+
+def _known(path: pathlib.Path) -> tuple[dict[Problem, tuple], list[str]]:
+    """The measurements in *path* by problem, and what is wrong with it."""
+    found: dict[Problem, tuple] = {}
+    try:
+        for each in read(path)[1]:
+            found[each.problem] = (*found.get(each.problem, ()), each)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        return {}, [f"ignored: {error}"]
+    return found, []

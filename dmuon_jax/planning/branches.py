@@ -70,7 +70,7 @@ def relabelled(model: Model, counts: Counts) -> Counts:
         alone = all(model.pieces[t].sum() == 1 for t in tasks)
         if len(tasks) < 2 or not alone or len({model.family_of[t] for t in tasks}) > 1:
             continue
-        left = sum(counts[t] for t in tasks)
+        left = np.sum([counts[t] for t in tasks], axis=0)
         order = np.argsort(-left, kind="stable")
         trial = {}
         for task in tasks[:-1]:

@@ -4,13 +4,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from dmuon_jax.layout import Layout, LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
+from dmuon_jax.planning.cost import source_of
 from dmuon_jax.planning.plan import Bucket, Group, Member, Plan
 from dmuon_jax.planning.problem import (
     METHODS,
     CostModel,
+    MemoryLimitError,
     Method,
     Problem,
     Solution,
@@ -24,7 +27,7 @@ COMPUTE_DTYPE = {"cpu": "float32", "gpu": "float16", "tpu": "bfloat16"}
 MIN_BRANCH_US = {"cpu": 0.0, "gpu": 500.0, "tpu": 500.0}
 """Work of one slot below which EMPTY slots are computed rather than branched around.
 
-A conditional on a GPU waits for its predicate on the host (DESIGN §4)."""
+A conditional on a GPU waits for its predicate on the host."""
 
 MAX_BRANCHES = 3
 
@@ -43,6 +46,8 @@ class Settings:
       bandwidths: bytes per microsecond along each mesh axis.
       max_wave_bytes: limit on the whole matrices that a device holds at a time, in bytes
         of float32; leaves are then worked through in waves. None: all at once.
+      max_owner_bytes: limit on the slots of an owner, of all waves together, in bytes of
+        the exchange dtype; None: none.
     """
 
     owner_axes: Axes
@@ -53,6 +58,7 @@ class Settings:
     method: Method | None = None
     bandwidths: tuple[tuple[str, float], ...] = ()
     max_wave_bytes: int | None = None
+    max_owner_bytes: int | None = None
 
 
 def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Plan:
@@ -84,6 +90,7 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         bandwidths=settings.bandwidths,
         pad_below_us=MIN_BRANCH_US[settings.platform],
         max_branches=MAX_BRANCHES,
+        max_owner_bytes=settings.max_owner_bytes,
     )
     solution = solve(problem)
     groups = tuple(
@@ -103,6 +110,7 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         lower_bound_us=solution.lower_bound_us,
         gap=solution.gap,
         status=solution.status,
+        costs=source_of(settings.cost),
     )
 
 
@@ -123,7 +131,7 @@ def assign_waves(layouts: Sequence[LeafLayout], limit: int | None) -> list[int]:
         slots = -(-item.core // item.layout.num_owners)
         share = 4 * slots * math.prod(item.layout.parcel_shape)
         if share > limit:
-            raise ValueError(
+            raise MemoryLimitError(
                 f"max_wave_bytes must hold the share of each leaf, {share} bytes, got "
                 f"{limit} at {item.leaf.path}"
             )
@@ -145,7 +153,7 @@ def travel_dtype(
 
 
 def allowed_methods(settings: Settings) -> tuple[Method, ...]:
-    """bfloat16 Gram iterations lose too much to be a default (DESIGN §6)."""
+    """bfloat16 Gram iterations lose too much to be a default."""
     if settings.method is not None:
         return (settings.method,)
     dtype = settings.compute_dtype or COMPUTE_DTYPE[settings.platform]
@@ -155,17 +163,21 @@ def allowed_methods(settings: Settings) -> tuple[Method, ...]:
 def task(
     layouts: list[LeafLayout], indices: list[int], dtype: str, number: int
 ) -> Task:
-    """One exchange group as the planner sees it."""
+    """One exchange group as the planner sees it.
+
+    Of the buffer of a collective over n devices, each sends n - 1 parts to the others.
+    """
     item = layouts[indices[0]]
     layout, itemsize = item.layout, ITEMSIZE[dtype]
     slot_bytes = []
     for way in ("in", "out"):
         side = layout.side(way)
         exchanged, gathered = side.elements_per_slot()
-        if exchanged:
-            slot_bytes.append((side.exchanged, exchanged * itemsize))
-        if gathered:
-            slot_bytes.append((side.gathered, gathered * itemsize))
+        for axes, elements in ((side.exchanged, exchanged), (side.gathered, gathered)):
+            if elements:
+                size = layout.mesh.size(axes)
+                sent = elements // size * (size - 1)
+                slot_bytes.append((axes, sent * itemsize))
     fan_in, fan_out = layout.parcel_shape
     return Task(
         name=f"{number:06d} {item.leaf.path}",
@@ -211,7 +223,7 @@ def make_buckets(
 
 def branches(
     groups: Sequence[Group], layouts: Sequence[Layout], limit: int
-) -> dict[str, tuple]:
+) -> dict[str, Any]:
     """The count patterns that the devices of a bucket compute, at most ``limit``.
 
     With more patterns than that, patterns are merged into their maxima: a device may

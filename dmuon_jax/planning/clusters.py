@@ -3,9 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, Spec
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
+from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.cost import RooflineCost
 from dmuon_jax.planning.devices import Device, axis_bandwidths
 from dmuon_jax.planning.problem import CostModel, Method
@@ -100,17 +102,20 @@ def cluster_settings(
     device: Device,
     mesh: MeshShape,
     *,
-    owner_axes: Axes | None = None,
+    owner_axes: Axes | Literal["auto"] | None = None,
     method: Method | None = None,
     cost: CostModel | None = None,
     max_wave_bytes: int | None = None,
+    max_owner_bytes: int | None = None,
 ) -> Settings:
     """Planning settings for ``device``, by its roofline unless ``cost`` is given.
+
+    With ``owner_axes="auto"``, which is for ``compare.cheapest_plan``, they name all axes.
 
     Raises:
       ValueError: ``owner_axes`` are not axes of the mesh.
     """
-    owner_axes = mesh.names if owner_axes is None else owner_axes
+    owner_axes = mesh.names if owner_axes in (None, AUTO) else owner_axes
     if unknown := sorted(set(owner_axes) - set(mesh.names)):
         raise ValueError(
             f"owner_axes must be axes of the mesh {mesh.names}, got {unknown}"
@@ -126,4 +131,5 @@ def cluster_settings(
             device, tuple(zip(mesh.names, mesh.sizes, strict=True))
         ),
         max_wave_bytes=max_wave_bytes,
+        max_owner_bytes=max_owner_bytes,
     )

@@ -9,12 +9,11 @@ import functools
 import itertools
 import json
 import math
-from typing import Any, Literal
+from typing import Any
 
 from dmuon_jax.planning.devices import Device
-from dmuon_jax.planning.problem import METHODS, Method, Shape
+from dmuon_jax.planning.problem import METHODS, CostModel, Method, Shape
 
-DType = Literal["float16", "bfloat16", "float32", "float64"]
 ITEMSIZE: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FORMAT = "dmuon_jax cost table 1"
 
@@ -105,7 +104,7 @@ class RooflineCost:
     """
 
     device: Device
-    dtype: DType = "float16"
+    dtype: str = "float16"
     steps: int = 5
     restarts: int = 1
     symmetric: bool = False
@@ -139,12 +138,17 @@ class RooflineCost:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One measurement: *time_us* for *batch* matrices of *shape* by *method*."""
+    """One measurement: *time_us* for *batch* matrices of *shape* by *method*.
+
+    Attributes:
+      estimated: Why it was not measured but scaled from a roofline; "" if it was.
+    """
 
     shape: Shape
     method: Method
     batch: int
     time_us: float
+    estimated: str = ""
 
     def __post_init__(self):
         small, large = self.shape
@@ -201,7 +205,8 @@ class TableCost:
         Raises:
           ValueError: *shape* was not measured with *method*.
         """
-        row = self.rows.get((tuple(shape), method))
+        short, long = shape
+        row = self.rows.get(((short, long), method))
         if row is None:
             raise ValueError(
                 f"shape must be one that was measured with {method!r}, got {shape}"
@@ -221,6 +226,7 @@ class TableCost:
         """Returns the table as JSON text."""
         rows = [
             [list(t.shape), t.method, t.batch, t.time_us]
+            + ([t.estimated] if t.estimated else [])
             for t in sorted(
                 self.timings, key=lambda t: (t.shape, t.method, t.batch, t.time_us)
             )
@@ -247,8 +253,27 @@ class TableCost:
 
 def _timing(row: Any, index: int) -> Timing:
     match row:
-        case [[int(short), int(long)], str(method), int(batch), int() | float() as us]:
+        case [
+            [int(short), int(long)],
+            "direct" | "gram" as method,
+            int(batch),
+            int() | float() as us,
+        ]:
             return Timing((short, long), method, batch, float(us))
+        case [[int(), int()], str(), int(), int() | float(), str(estimated)]:
+            timing = _timing(row[:4], index)
+            return dataclasses.replace(timing, estimated=estimated)
     raise ValueError(
-        f"timings must be rows [[s, l], method, batch, time_us], got {row} (at {index})"
+        "timings must be rows [[s, l], method, batch, time_us] and, if estimated, the "
+        f"reason, got {row} (at {index})"
     )
+
+
+def source_of(cost: CostModel) -> str:
+    """Where the times of a plan come from, in a few words."""
+    match cost:
+        case RooflineCost():
+            return f"roofline of {cost.device.name} in {cost.dtype}"
+        case TableCost(about=about):
+            return about or "a table of measurements"
+    return f"given by a {type(cost).__name__}"

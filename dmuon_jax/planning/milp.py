@@ -38,6 +38,8 @@ from dmuon_jax.planning.problem import Limits
 NUM_LEVELS = 64
 # HiGHS accepts rows and integers that are wrong by about 1e-6; bounds allow for it.
 SAFETY = 1e-5
+# What becomes of the C++ exceptions in it.
+RAISED = (RuntimeError, ValueError, IndexError, MemoryError)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,8 +94,11 @@ def solve_packing(
         return Outcome(None, slots, known, "")
     extra = _extra_slots(model, packing)
     lp = _build(model, packing, known, floor, extra)
-    highs = _configured(limits)
-    steps = [highs.passModel(lp), highs.run()]
+    try:
+        highs = _configured(limits)
+        steps = [highs.passModel(lp), highs.run()]
+    except RAISED as error:
+        return Outcome(None, slots, 0, f"HiGHS failed: {type(error).__name__} {error}")
     status, info = highs.getModelStatus(), highs.getInfo()
     named = highs.modelStatusToString(status)
     if any(step == highspy.HighsStatus.kError for step in steps):

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from dmuon_jax.planning.problem import Method, Problem, Shape
+from dmuon_jax.planning.problem import MemoryLimitError, Method, Problem, Shape
 
 TICKS_PER_US = 1_000_000
 MAX_TICKS = 2**53
@@ -155,8 +155,8 @@ def build_model(problem: Problem) -> Model:
     """Turns *problem* into integers.
 
     Raises:
-      ValueError: A cost is not positive and finite, or even the even spread is above
-        ``max_owner_bytes``.
+      ValueError: A cost is not positive and finite.
+      MemoryLimitError: Even the even spread is above ``max_owner_bytes``.
     """
     tasks = problem.tasks
     sizes = dict(problem.mesh)
@@ -202,7 +202,7 @@ def build_model(problem: Problem) -> Model:
         max_owner_bytes=problem.max_owner_bytes,
     )
     if not model.fits(min_slots):
-        raise ValueError(
+        raise MemoryLimitError(
             f"max_owner_bytes must hold an even spread, which takes "
             f"{int(min_slots @ model.parcel_bytes)}, got {problem.max_owner_bytes}"
         )

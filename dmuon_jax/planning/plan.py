@@ -11,8 +11,10 @@ import json
 from typing import TYPE_CHECKING, Literal
 
 from dmuon_jax.layout import LeafLayout, leaf_layout
-from dmuon_jax.matrices import Axes, Leaf, MeshShape, Piece, oriented
+from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
 from dmuon_jax.planning import report
+from dmuon_jax.planning.leaf_checks import check_dtype, check_leaf
+from dmuon_jax.planning.plan_json import read, read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,6 +79,19 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alternative:
+    """What a plan with other ``owner_axes`` would cost: times as in ``Plan``."""
+
+    owner_axes: Axes
+    makespan_us: float
+    exchange_us: float
+
+    @property
+    def objective_us(self) -> float:
+        return self.makespan_us + self.exchange_us
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The static schedule of one optimizer step.
 
@@ -91,6 +106,8 @@ class Plan:
       lower_bound_us: proven bound on makespan plus exchange.
       gap: (makespan + exchange - bound) / (makespan + exchange), 0 if both are 0.
       status: a sentence on how the plan was found.
+      costs: where the times of the owners' work come from.
+      alternatives: other ``owner_axes`` that were priced beside this plan's.
     """
 
     mesh: MeshShape
@@ -103,6 +120,8 @@ class Plan:
     lower_bound_us: float
     gap: float
     status: str
+    costs: str = ""
+    alternatives: tuple[Alternative, ...] = ()
 
     def __post_init__(self):
         check_plan(self)
@@ -128,6 +147,16 @@ class Plan:
     def makespan_us(self) -> float:
         """Modelled NS time of the busiest device."""
         return max(self.owner_load_us, default=0.0)
+
+    @property
+    def objective_us(self) -> float:
+        """Makespan plus exchange: what a planner makes small."""
+        return self.makespan_us + self.exchange_us
+
+    @property
+    def idle_share(self) -> float:
+        """Share of what devices could do, while the busiest works, that is not needed."""
+        return report.idle_share(self)
 
     @property
     def num_matrices(self) -> int:
@@ -173,6 +202,14 @@ class Plan:
 
 def check_plan(plan: Plan) -> None:
     """Raises ``ValueError`` unless every parcel has exactly one owner and one place."""
+    times = (*plan.owner_load_us, plan.exchange_us, plan.lower_bound_us, plan.gap)
+    if min(times) < 0:
+        raise ValueError(f"times and gap must not be negative, got {min(times)}")
+    for leaf in plan.leaves:
+        check_leaf(leaf)
+    waves = {group.wave for group in plan.groups}
+    if plan.groups and waves != set(range(len(waves))):
+        raise ValueError(f"waves must be numbered from 0, got {sorted(waves)}")
     if len(plan.owner_load_us) != plan.mesh.num_devices:
         raise ValueError(
             f"owner_load_us must have {plan.mesh.num_devices} entries, got "
@@ -234,6 +271,9 @@ def check_bucket(plan: Plan, bucket: Bucket) -> None:
         if plan.groups[member.group].wave != plan.wave_of(bucket):
             raise ValueError(f"members must be of one wave {where}")
     varying = layouts[0].varying
+    places = range(len(bucket.branches))
+    if any(branch not in places for branch in bucket.branch_of):
+        raise ValueError(f"branch_of must name branches, got {bucket.branch_of} {where}")
     if len(bucket.branch_of) != plan.mesh.size(varying):
         raise ValueError(f"branch_of must have an entry for each device {where}")
     for device in range(plan.mesh.num_devices):
@@ -251,42 +291,10 @@ def check_bucket(plan: Plan, bucket: Bucket) -> None:
                 )
 
 
-def check_dtype(name: str, dtype: str) -> None:
-    if dtype not in report.ITEMSIZE:
-        raise ValueError(
-            f"{name} must be one of {sorted(report.ITEMSIZE)}, got {dtype!r}"
-        )
-
-
 def plan_from_json(text: str) -> Plan:
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"a plan must be JSON: {error}") from error
+    data = read_json(text)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"a plan must have format {FORMAT}, got {found!r}")
     del data["format"]
-    try:
-        data["mesh"] = MeshShape(**tuples(data["mesh"]))
-        data["leaves"] = tuple(
-            Leaf(**tuples(x | {"pieces": [Piece(**p) for p in x["pieces"]]}))
-            for x in data["leaves"]
-        )
-        data["groups"] = tuple(Group(**tuples(x)) for x in data["groups"])
-        data["buckets"] = tuple(
-            Bucket(**tuples(x | {"members": [Member(**m) for m in x["members"]]}))
-            for x in data["buckets"]
-        )
-        return Plan(**tuples(data))
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"a plan must have the fields of Plan: {error}") from error
-
-
-def tuples(value):
-    """``value`` with every list turned into a tuple."""
-    if isinstance(value, dict):
-        return {key: tuples(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(tuples(item) for item in value)
-    return value
+    return read(Plan, data, "a plan")

@@ -11,7 +11,7 @@ includes the all-reduces of the Gram matrix, and counts of at most one per owner
 
 import dataclasses
 import math
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 Method = Literal["direct", "gram"]
 Solver = Literal["milp", "greedy", "lpt", "even"]
@@ -22,6 +22,11 @@ METHODS: tuple[Method, ...] = get_args(Method)
 SOLVERS: tuple[Solver, ...] = get_args(Solver)
 
 
+class MemoryLimitError(ValueError):
+    """No plan fits into the memory that an owner may use."""
+
+
+@runtime_checkable
 class CostModel(Protocol):
     """Time of the owner's update path for a batch of equal matrices."""
 

@@ -7,6 +7,8 @@ import dataclasses
 import math
 import typing
 
+from dmuon_jax.planning.cost import iteration_flops
+
 if typing.TYPE_CHECKING:
     from dmuon_jax.planning.plan import Bucket, Group, Plan
 
@@ -103,6 +105,8 @@ def summary(plan: "Plan") -> str:
         f"  exchange: {moved.collectives} collectives, {moved.all_to_all / 2**20:.2f} MiB "
         f"all-to-all + {moved.all_gather / 2**20:.2f} MiB all-gather per device, "
         f"{moved.empty / 2**20:.2f} MiB of it EMPTY slots",
+        f"  costs: {plan.costs or 'unknown'}",
+        *axes_lines(plan),
         f"  {'matrix':>14} {'number':>7} {'per owner':>10} {'method':>7} {'dtype':>9}",
     ]
     for bucket in plan.buckets:
@@ -119,8 +123,53 @@ def summary(plan: "Plan") -> str:
             f"  {shape:>14} {number:>7} {per_owner:>10} {bucket.method:>7} "
             f"{bucket.compute_dtype:>9}"
         )
-    lines += ["  load per owner (model):", *bars(plan.owner_load_us)]
+    lines += [idle_line(plan), "  load per owner (model):", *bars(plan.owner_load_us)]
     return "\n".join(lines)
+
+
+def axes_lines(plan: "Plan") -> list[str]:
+    """What other ``owner_axes`` would cost, where they were priced."""
+    if not plan.alternatives:
+        return []
+    lines = [
+        f"  owners over {plan.owner_axes}: {plan.objective_us / 1e3:.3f} ms of "
+        "makespan and exchange"
+    ]
+    for other in plan.alternatives:
+        more = other.objective_us - plan.objective_us
+        share = f", {more / plan.objective_us:.1%}" if plan.objective_us else ""
+        lines.append(
+            f"    over {other.owner_axes} {other.objective_us / 1e3:.3f} ms: "
+            f"{more / 1e3:.3f} ms{share} more"
+        )
+    return lines
+
+
+def idle_share(plan: "Plan") -> float:
+    """Share of what devices could do, while the busiest works, that no matrix needs.
+
+    Counted in FLOPs of owned matrices: work on EMPTY slots is idleness too.
+    """
+    work = [0] * plan.mesh.num_devices
+    for bucket in plan.buckets:
+        flops = iteration_flops(bucket.shape, bucket.method)
+        for device, number in enumerate(owned_matrices(plan, bucket)):
+            work[device] += flops * number
+    most = max(work, default=0) * len(work)
+    return 1.0 - sum(work) / most if most else 0.0
+
+
+def idle_line(plan: "Plan") -> str:
+    """How much of the devices lies idle, and why it stays so."""
+    owned = [owned_matrices(plan, bucket) for bucket in plan.buckets]
+    num_idle = sum(not any(numbers) for numbers in zip(*owned, strict=True))
+    line = f"  idle or on EMPTY slots: {idle_share(plan):.1%} of what owners could do"
+    if num_idle:
+        line += (
+            f"; {num_idle} of {plan.mesh.num_devices} devices own no matrix (one "
+            "matrix is never split over owners)"
+        )
+    return line
 
 
 def owned_matrices(plan: "Plan", bucket: "Bucket") -> list[int]:

@@ -84,7 +84,7 @@ def _solution(problem: Problem, found: Incumbent) -> Solution:
         num * problem.slot_us(task)
         for num, task in zip(slots, problem.tasks, strict=True)
     )
-    padded = model.padding.any(axis=0).tolist()
+    padded = [bool(row.any()) for row in model.padding.T]
     return Solution(
         counts=tuple(tuple(row.tolist()) for row in found.counts),
         methods=tuple(zip(model.shapes, found.methods, strict=True)),

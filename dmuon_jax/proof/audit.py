@@ -171,7 +171,7 @@ class Audit:
                 "bytes_ratio",
                 self.bytes_ratio,
                 bytes_ratio,
-                tuple(sorted(self.in_scope(self.scope), key=lambda c: -c.run_bytes)),
+                self.bytes_offenders(),
             ),
             *over_count("synchronous", self.synchronous, synchronous),
         ]
@@ -186,6 +186,10 @@ class Audit:
             f"{', '.join(f'{flops:.3g}' for flops in item.branches)} FLOPs"
             for item in self.flops.conditionals
         )
+
+    def bytes_offenders(self) -> tuple[Collective, ...]:
+        """The collectives in scope, those that move most first."""
+        return tuple(sorted(self.in_scope(self.scope), key=lambda c: -c.run_bytes))
 
     def exposed_offenders(self) -> tuple[str, ...]:
         """The collectives that compute waits for, longest first."""
@@ -241,14 +245,18 @@ def read_program(
     if not isinstance(program, jax.stages.Compiled):
         kind = type(program).__name__
         raise TypeError(f"program must be compiled, lowered or HLO text, got {kind}")
-    stats = program.memory_analysis()
+    stats, text = program.memory_analysis(), program.as_text()
+    if text is None:
+        raise NotImplementedError("this platform does not show its compiled programs")
+    if stats is None:
+        return parse(text), None
     memory = Memory(
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
     )
-    return parse(program.as_text()), memory
+    return parse(text), memory
 
 
 def audit(

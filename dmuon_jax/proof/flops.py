@@ -145,8 +145,8 @@ def library_matmul(computation: Computation, item: Instruction) -> float:
     config = item.attributes.get("backend_config", "")
     left, right = array(computation, item, 0), array(computation, item, 1)
     out = leaves(item.type)[0]
-    if "lhs_contracting_dimensions" in config and config.startswith("{"):
-        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
+    found = re.match(r'{.*"lhs_contracting_dimensions":\[([^\]]*)\]', config)
+    if found is not None:
         length = math.prod(left.dims[d] for d in dims(found.group(1)))
     else:
         batch = math.prod(out.dims[:-2])

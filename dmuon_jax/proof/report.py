@@ -89,8 +89,11 @@ def fact_rows(audit: Audit) -> list[tuple[str, ...]]:
         rows.append(("peak memory MiB / device", f"{audit.peak_bytes / MIB:.1f}"))
     if audit.timeline is not None:
         rows += [
-            (f"model step ms on {audit.timeline.device}", f"{audit.step_us / 1e3:.3f}"),
-            ("exposed communication ms", f"{audit.exposed_us / 1e3:.3f}"),
+            (
+                f"model step ms on {audit.timeline.device}",
+                f"{audit.timeline.step_us / 1e3:.3f}",
+            ),
+            ("exposed communication ms", f"{audit.timeline.exposed_us / 1e3:.3f}"),
         ]
     return rows
 

@@ -18,6 +18,7 @@ from dmuon_jax.proof.audit import Audit, audit
 from dmuon_jax.proof.models import Model
 from dmuon_jax.proof.report import aligned
 from dmuon_jax.proof.steps import Cluster, compile_step
+from dmuon_jax.proof.timeline import Timeline
 from dmuon_jax.proof.topology import compile_devices
 
 EXCHANGE_SCOPES = ("to_owners", "from_owners")
@@ -31,11 +32,18 @@ class Run:
     compile_s: float
     audit: Audit
 
+    @property
+    def timeline(self) -> Timeline:
+        """The step on the clock of the device that ``simulate`` audits for."""
+        if self.audit.timeline is None:
+            raise ValueError(f"the audit of {self.optimizer} must have a device")
+        return self.audit.timeline
+
     def exchange_us(self) -> dict[str, float]:
         """What the all-to-alls and gathers of owners take, and what of it is exposed."""
         events = [
             event
-            for event in self.audit.timeline.events
+            for event in self.timeline.events
             if event.lane == "communication"
             and any(scope in event.op_name for scope in EXCHANGE_SCOPES)
         ]
@@ -46,14 +54,14 @@ class Run:
 
     def split_us(self) -> dict[str, float]:
         """Step time by what it is spent on."""
-        events = self.audit.timeline.events
+        events = self.timeline.events
         compute = [event for event in events if event.lane == "compute"]
         matmul = sum(e.duration_us * e.times for e in compute if e.flops)
         memory = sum(e.duration_us * e.times for e in compute if not e.flops)
         return {
             "matmul": matmul,
             "memory": memory,
-            "exposed": self.audit.exposed_us,
+            "exposed": self.timeline.exposed_us,
         }
 
 
@@ -81,7 +89,7 @@ class Simulation:
 
     def ratio(self, run: Run) -> float:
         """Step time over that of the first optimizer."""
-        return run.audit.step_us / self.runs[0].audit.step_us
+        return run.timeline.step_us / self.runs[0].timeline.step_us
 
     def summary(self) -> str:
         """A table with one row per optimizer."""
@@ -105,16 +113,17 @@ class Simulation:
             )
         ]
         for run in self.runs:
+            peak = run.audit.peak_bytes
             added = {key: us - first[key] for key, us in run.split_us().items()}
-            most = max(added, key=added.get)
+            most = max(added, key=lambda key: added[key])
             limit = f"{most} +{added[most] / 1e3:.2f} ms" if added[most] > 0 else "-"
             rows.append(
                 (
                     run.optimizer,
-                    f"{run.audit.step_us / 1e3:.2f}",
+                    f"{run.timeline.step_us / 1e3:.2f}",
                     f"{self.ratio(run):.3f}",
-                    f"{run.audit.exposed_us / 1e3:.2f}",
-                    f"{run.audit.peak_bytes / 2**30:.1f}",
+                    f"{run.timeline.exposed_us / 1e3:.2f}",
+                    "-" if peak is None else f"{peak / 2**30:.1f}",
                     f"{run.compile_s:.1f}",
                     limit,
                 )

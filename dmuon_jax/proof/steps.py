@@ -35,7 +35,7 @@ SHARD_AXES = ("fsdp", "expert")
 MOST_CHANNELS = 128
 # What users of large clusters set, the same for every optimizer; and no search for tiles,
 # which gives the same program where there is no device to search on, but takes longer.
-GPU_OPTIONS = {
+GPU_OPTIONS: dict[str, str | bool | int] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
@@ -105,7 +105,7 @@ def gather_for(cluster: Cluster) -> Callable[[jax.Array, str], jax.Array]:
         return (jax.lax.with_sharding_constraint(grad, spec).astype(jnp.float32),)
 
     gather.defvjp(forward, backward)
-    return gather
+    return gather  # pyright: ignore[reportReturnType]  # custom_vjp hides its types
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str) -> jax.Array:
@@ -199,8 +199,9 @@ def placed_state(state: Any, params: Any, cluster: Cluster) -> Any:
     def place(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         tail = tuple(str(key) for key in path[-2:])
         like = paths.get(tail)
-        found = like is not None and like.shape == leaf.shape
-        sharding = like.sharding if found else cluster.place()
+        sharding = cluster.place()
+        if like is not None and like.shape == leaf.shape:
+            sharding = like.sharding
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -40,7 +41,10 @@ GPU_TARGETS = {
     "b200": GpuTarget("NVIDIA B200", (10, 0), 148, 132644864, 233472, 1.965),
 }
 TPU_VERSIONS = {"tpu-v5e": "v5e", "tpu-v6e": "v6e"}
-CUDA_HINT = "compiling for {} needs the CUDA plugin: pip install 'dmuon_jax[cuda13]'"
+CUDA_HINT = (
+    "compiling for {} needs the CUDA plugin: pip install 'dmuon_jax[cuda13]' (and "
+    "JAX_PLATFORMS=cpu where it is installed but there is no GPU)"
+)
 TPU_HINT = "compiling for {} needs libtpu: pip install 'dmuon_jax[tpu]'"
 
 
@@ -91,7 +95,7 @@ def tpu_grid(count: int) -> str:
     return f"{short}x{count // short}"
 
 
-def compile_devices(name: str, count: int) -> list[jax.Device]:
+def compile_devices(name: str, count: int) -> list[Any]:
     """Devices to put into a mesh and compile for.
 
     Args:

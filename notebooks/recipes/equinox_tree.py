@@ -3,8 +3,8 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import HIDDEN, WIDTH, batches, use_virtual_devices
+from jax.sharding import Mesh
+from toy import HIDDEN, WIDTH, batches, by_rows, use_virtual_devices
 
 from dmuon_jax import HiddenMatrices, dmuon
 
@@ -19,12 +19,7 @@ def main(steps: int = 20) -> list[float]:
     mesh = Mesh(jax.devices(), ("fsdp",))
     model = eqx.nn.MLP(WIDTH, WIDTH, HIDDEN, 1, jax.nn.tanh, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    params = jax.tree.map(
-        lambda x: jax.device_put(
-            x, NamedSharding(mesh, PartitionSpec("fsdp" if x.ndim == 2 else None))
-        ),
-        params,
-    )
+    params = jax.device_put(params, by_rows(params, mesh))
     # out_in: rows are outputs. It decides the scale of each update, and what is hidden.
     tx = dmuon(0.02, muon_weight_dimension_numbers=HiddenMatrices(out_in=True))
     state = tx.init(params)

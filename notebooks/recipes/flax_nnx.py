@@ -2,8 +2,8 @@
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import HIDDEN, WIDTH, batches, use_virtual_devices
+from jax.sharding import Mesh
+from toy import HIDDEN, WIDTH, batches, by_rows, use_virtual_devices
 
 from dmuon_jax import dmuon
 
@@ -22,13 +22,7 @@ class Network(nnx.Module):
 def shard(model: nnx.Module, mesh: Mesh) -> None:
     """FSDP: kernels are cut by rows."""
     state = nnx.state(model, nnx.Param)
-    placed = jax.tree.map(
-        lambda x: jax.device_put(
-            x, NamedSharding(mesh, PartitionSpec("fsdp" if x.ndim == 2 else None))
-        ),
-        state,
-    )
-    nnx.update(model, placed)
+    nnx.update(model, jax.device_put(state, by_rows(state, mesh)))
 
 
 @nnx.jit

@@ -6,37 +6,16 @@ losses go on as they would have, up to rounding. The way back works too.
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import batches, init_params, loss, use_virtual_devices
+from jax.sharding import Mesh
+from toy import batches, by_rows, init_params, train, use_virtual_devices
 
 from dmuon_jax import dmuon
-
-
-def train(tx, params, state, data):
-    """Trains on some batches."""
-
-    @jax.jit
-    def train_step(params, state, x, y):
-        value, grads = jax.value_and_grad(loss)(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    losses = []
-    for x, y in data:
-        params, state, value = train_step(params, state, x, y)
-        losses.append(float(value))
-    return params, state, losses
 
 
 def main(steps: int = 20) -> list[float]:
     """Trains half with each; returns the losses."""
     mesh = Mesh(jax.devices(), ("fsdp",))
-    params = jax.tree.map(
-        lambda x: jax.device_put(
-            x, NamedSharding(mesh, PartitionSpec("fsdp" if x.ndim == 2 else None))
-        ),
-        init_params(),
-    )
+    params = jax.device_put(init_params(), by_rows(init_params(), mesh))
     data = list(batches(steps))
     old = optax.contrib.muon(0.02, weight_decay=0.01)
     params, state, first = train(old, params, old.init(params), data[: steps // 2])

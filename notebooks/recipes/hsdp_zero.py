@@ -10,26 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import batches, init_params, loss, use_virtual_devices
+from jax.sharding import Mesh
+from toy import batches, by_rows, init_params, loss, use_virtual_devices
 
 from dmuon_jax import dmuon, plan_owners
 
 SHARDED = ("fsdp", "replica")  # rows of master weights, as cut
 
 
-def specs(tree, axes):
-    """Matrices cut by rows over ``axes``, the rest whole."""
-    return jax.tree.map(lambda x: PartitionSpec(axes if x.ndim == 2 else None), tree)
-
-
 def master_weights(mesh: Mesh):
     """fp32 weights, cut over replicas too."""
-    return jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        init_params(),
-        specs(init_params(), SHARDED),
-    )
+    return jax.device_put(init_params(), by_rows(init_params(), mesh, SHARDED))
 
 
 def main(steps: int = 20) -> list[float]:
@@ -43,13 +34,8 @@ def main(steps: int = 20) -> list[float]:
 
     def working_copy(masters):
         """bf16 weights, gathered over the replicas: the only traffic between them."""
-        return jax.tree.map(
-            lambda x, spec: jax.lax.with_sharding_constraint(
-                x.astype(jnp.bfloat16), NamedSharding(mesh, spec)
-            ),
-            masters,
-            specs(masters, "fsdp"),
-        )
+        narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters)
+        return jax.lax.with_sharding_constraint(narrow, by_rows(masters, mesh))
 
     @jax.jit
     def train_step(masters, state, x, y):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import BATCH, HIDDEN, WIDTH, batches, use_virtual_devices
+from jax.sharding import Mesh
+from toy import BATCH, HIDDEN, WIDTH, batches, by_rows, use_virtual_devices
 
 from dmuon_jax import dmuon
 
@@ -34,12 +34,7 @@ def main(steps: int = 20) -> list[float]:
     mesh = Mesh(jax.devices(), ("fsdp",))
     module = Network()
     params = module.init(jax.random.key(0), jnp.zeros((BATCH, WIDTH)))["params"]
-    params = jax.tree.map(
-        lambda x: jax.device_put(
-            x, NamedSharding(mesh, PartitionSpec("fsdp" if x.ndim == 2 else None))
-        ),
-        params,
-    )
+    params = jax.device_put(params, by_rows(params, mesh))
     state = TrainState.create(apply_fn=module.apply, params=params, tx=dmuon(0.02))
     losses = []
     for x, y in batches(steps):

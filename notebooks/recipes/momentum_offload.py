@@ -5,8 +5,8 @@ Saves 4 bytes per parameter of device memory, and costs two copies over PCIe per
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import batches, init_params, loss, use_virtual_devices
+from jax.sharding import Mesh
+from toy import batches, by_rows, init_params, loss, use_virtual_devices
 
 from dmuon_jax import dmuon, plan_owners, state_shardings
 
@@ -14,10 +14,7 @@ from dmuon_jax import dmuon, plan_owners, state_shardings
 def main(steps: int = 20) -> list[float]:
     """Trains; returns the losses."""
     mesh = Mesh(jax.devices(), ("fsdp",))
-    shardings = jax.tree.map(
-        lambda x: NamedSharding(mesh, PartitionSpec("fsdp" if x.ndim == 2 else None)),
-        init_params(),
-    )
+    shardings = by_rows(init_params(), mesh)
     params = jax.device_put(init_params(), shardings)
     host = {
         name: {"kernel": shardings[name]["kernel"].with_memory_kind("pinned_host")}

@@ -6,45 +6,18 @@ import tempfile
 
 import jax
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import batches, init_params, loss, use_virtual_devices
+from jax.sharding import Mesh
+from toy import batches, by_rows, init_params, train, use_virtual_devices
 
 from dmuon_jax import dmuon
-
-
-def place(tree, mesh: Mesh, axes):
-    """Matrices cut by rows over ``axes``."""
-    return jax.tree.map(
-        lambda x: jax.device_put(
-            x, NamedSharding(mesh, PartitionSpec(axes if x.ndim == 2 else None))
-        ),
-        tree,
-    )
 
 
 def start(mesh: Mesh, axes):
     """A transform, parameters and state on a mesh."""
     tx = dmuon(0.02)
-    params = place(init_params(), mesh, axes)
+    params = jax.device_put(init_params(), by_rows(init_params(), mesh, axes))
     return tx, params, tx.init(params)
-
-
-def train(tx, params, state, data):
-    """Trains on some batches."""
-
-    @jax.jit
-    def train_step(params, state, x, y):
-        value, grads = jax.value_and_grad(loss)(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    losses = []
-    for x, y in data:
-        params, state, value = train_step(params, state, x, y)
-        losses.append(float(value))
-    return params, state, losses
 
 
 def main(steps: int = 20) -> list[float]:

@@ -6,9 +6,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import HIDDEN, WIDTH, batches, use_virtual_devices
+from toy import HIDDEN, WIDTH, batches, train, use_virtual_devices
 
 from dmuon_jax import dmuon, hidden_matrices, plan_owners
 
@@ -67,17 +66,7 @@ def main(steps: int = 20) -> list[float]:
     tx = dmuon(0.01, muon_weight_dimension_numbers=hidden_matrices, plan=plan)
     state = tx.init(params)
 
-    @jax.jit
-    def train_step(params, state, x, y):
-        value, grads = jax.value_and_grad(loss)(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    losses = []
-    for x, y in batches(steps):
-        params, state, value = train_step(params, state, x, y)
-        losses.append(float(value))
-    return losses
+    return train(tx, params, state, batches(steps), loss)[2]
 
 
 if __name__ == "__main__":

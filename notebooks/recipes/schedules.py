@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from toy import batches, init_params, loss, use_virtual_devices
+from jax.sharding import Mesh
+from toy import batches, by_rows, init_params, loss, use_virtual_devices
 
 from dmuon_jax import dmuon, place_state
 
@@ -14,10 +14,7 @@ RATES = ("learning_rate", "adam_learning_rate")
 def main(steps: int = 20) -> list[float]:
     """Trains; returns the losses."""
     mesh = Mesh(jax.devices(), ("fsdp",))
-    shardings = jax.tree.map(
-        lambda x: NamedSharding(mesh, PartitionSpec("fsdp" if x.ndim == 2 else None)),
-        init_params(),
-    )
+    shardings = by_rows(init_params(), mesh)
     params = jax.device_put(init_params(), shardings)
 
     # inject_hyperparams makes the transform anew in every trace, where shardings are

@@ -5,15 +5,19 @@
 # eight virtual devices share its cores.
 
 # %%
-# Install what is missing, then find devices: several accelerators, or eight virtual CPUs.
+# Install what is missing (from a wheel beside this notebook, the repository around it, or
+# the index), then find devices: several accelerators, or eight virtual CPUs.
+import glob
 import importlib.util
 import os
 import subprocess
 import sys
 
 if importlib.util.find_spec("dmuon_jax") is None:
-    here = "..[demo]" if os.path.exists("../pyproject.toml") else "dmuon_jax[demo]"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", here], check=True)
+    repository = ".." if os.path.exists("../pyproject.toml") else "dmuon_jax"
+    (source, *_) = (*glob.glob("dmuon_jax-*.whl"), repository)
+    pip = [sys.executable, "-m", "pip", "install", "-q", f"{source}[demo]"]
+    subprocess.run(pip, check=True)
 
 import jax
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dmuon_jax import dmuon
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
-from toy import batches, init_params, loss  # noqa: E402
+from toy import batches, by_rows, init_params, loss  # noqa: E402
 
 
 def parse() -> argparse.Namespace:
@@ -53,20 +53,24 @@ def connect(arguments: argparse.Namespace) -> None:
 def place(tree, mesh: Mesh):
     """The same values on every process, matrices cut by rows."""
 
-    def one(x):
+    def one(x, sharding):
         x = np.asarray(x)
-        spec = PartitionSpec("fsdp" if x.ndim == 2 else None)
-        return jax.make_array_from_callback(
-            x.shape, NamedSharding(mesh, spec), lambda index: x[index]
-        )
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(one, tree, by_rows(tree, mesh))
+
+
+def each_collective(mesh: Mesh):
+    """A jitted function of rows with one all-to-all, one all-gather and one all-reduce."""
+    columns = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda x: (x, x, x.sum()), out_shardings=(columns, whole, whole))
 
 
 def warm_up(mesh: Mesh) -> None:
     """Opens the connections now, so that the first step is not the one that waits."""
-    ones = place({"x": np.ones((mesh.size, 1), np.float32)}, mesh)["x"]
-    jax.block_until_ready(jax.jit(lambda x: x.sum())(ones))
+    ones = place({"x": np.ones((mesh.size, mesh.size), np.float32)}, mesh)["x"]
+    jax.block_until_ready(each_collective(mesh)(ones))
     multihost_utils.sync_global_devices("ready")
 
 

@@ -1,0 +1,113 @@
+"""Trees that do not belong together are refused in a sentence that names the place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dmuon_jax import dmuon, hidden_matrices, plan_owners, scale_by_dmuon
+
+
+def tree():
+    return {"layer": {"w": jnp.ones((16, 8)), "bias": jnp.ones(8)}}
+
+
+def on_mesh(number):
+    mesh = Mesh(np.array(jax.devices()[:number]), ("fsdp",))
+    return jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp"))), tree()
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        dmuon(0.1).init,
+        dmuon(0.1, muon_weight_dimension_numbers=hidden_matrices).init,
+        plan_owners,
+    ],
+    ids=["init", "hidden", "plan"],
+)
+def test_a_leaf_that_is_no_array_is_named(call):
+    params = {"layer": {"w": jnp.ones((16, 8)), "name": "tower"}}
+    with pytest.raises(TypeError, match=r"got str 'tower' at \['layer'\]\['name'\]"):
+        call(params)
+
+
+def test_numbers_and_empty_places_are_no_strings():
+    tx, params = dmuon(0.1), {"w": jnp.ones((4, 8)), "scale": 1.0, "none": None}
+    tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        optax.adamw(0.1),
+        optax.sgd(0.1),
+        optax.chain(optax.clip(1.0), dmuon(0.1)),
+    ],
+    ids=["adamw", "sgd", "chain"],
+)
+def test_the_state_of_another_optimizer_is_refused(other):
+    params = tree()
+    with pytest.raises(TypeError, match="what this dmuon's init returned.*got tuple"):
+        dmuon(0.1).update(params, other.init(params), params)
+
+
+def test_the_state_of_another_transform_is_refused():
+    grads = {"w": jnp.ones((4, 8))}
+    with pytest.raises(TypeError, match="must be a MuonState, got ScaleByAdamState"):
+        scale_by_dmuon().update(grads, optax.scale_by_adam().init(grads))
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ({"v": jnp.ones((16, 8))}, r"leaf for each gradient, got none at \['w'\]"),
+        (
+            {"w": jnp.ones((16, 8)), "v": jnp.ones((4, 4))},
+            r"no leaf without a gradient, got one at \['v'\]",
+        ),
+        ({"w": jnp.ones((8, 16))}, r"\(8, 16\) for a gradient.*\(16, 8\) at \['w'\]"),
+    ],
+    ids=["name", "one more", "shape"],
+)
+def test_the_state_of_other_parameters_is_refused(before, words):
+    tx, params = dmuon(0.1), {"w": jnp.ones((16, 8))}
+    with pytest.raises(ValueError, match=words):
+        tx.update(params, tx.init(before), params)
+
+
+@pytest.mark.parametrize("missing", ["w", "bias"])
+def test_a_gradient_that_is_missing_is_named(missing):
+    tx, params = dmuon(0.1), tree()
+    grads = {"layer": {k: x for k, x in params["layer"].items() if k != missing}}
+    with pytest.raises(ValueError, match=rf"got none at \['layer'\]\['{missing}'\]"):
+        tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 8), (8, 1), (8, 4)])
+def test_arrays_on_different_devices_are_named(first, then):
+    tx, params = dmuon(0.1), on_mesh(then)
+    state = tx.init(on_mesh(first))
+    words = rf"same devices, got {then} of gradients at .* and {first} of the state at"
+    with pytest.raises(ValueError, match=words):
+        tx.update(params, state, params)
+
+
+def test_arrays_that_are_bound_to_no_device_join_any():
+    tx, params = dmuon(0.1), on_mesh(8)
+    updates, _ = tx.update(params, tx.init(tree()), params)
+    straight, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_allclose(
+        updates["layer"]["w"], straight["layer"]["w"], rtol=1e-5, atol=1e-7
+    )
+
+
+def test_cautious_decay_takes_no_schedule():
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    with pytest.raises(NotImplementedError, match="must be a number where it is cautious"):
+        dmuon(0.1, weight_decay=schedule, cautious_weight_decay=True)
+    dmuon(0.1, weight_decay=schedule)
