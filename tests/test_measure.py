@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers
 
 from dmuon_jax import UpdatePath, measure, measure_costs, plan_owners, update_time
-from dmuon_jax.measure import OUT_OF_MEMORY, OUT_OF_TIME, ordered_points
+from dmuon_jax.measure import NOT_NEEDED, OUT_OF_MEMORY, OUT_OF_TIME, ordered_points
 from dmuon_jax.planning.batches import even_batches, measured_batches, plan_batches
 from dmuon_jax.planning.cost import RooflineCost, TableCost, source_of
 from dmuon_jax.planning.devices import CPU
@@ -44,7 +44,16 @@ def timer(monkeypatch):
 
 
 def by_point(table):
-    return {(t.shape, t.batch, t.method): t for t in table.timings}
+    """The points asked for, without what comes after the largest batch."""
+    return {
+        (t.shape, t.batch, t.method): t
+        for t in table.timings
+        if t.estimated != NOT_NEEDED
+    }
+
+
+def estimated(table):
+    return [t for t in by_point(table).values() if t.estimated]
 
 
 @pytest.mark.parametrize("method", ["direct", "gram"])
@@ -125,6 +134,16 @@ def test_larger_batches_never_take_less(monkeypatch):
     assert times == sorted(times)
 
 
+def test_a_row_that_is_level_rises_beyond_the_largest_batch(monkeypatch):
+    monkeypatch.setattr(measure, "time_update_us", lambda *_: 50.0)
+    table = measure_costs({(8, 16): 3}, method="gram", cache=False)
+    assert [table.time_us((8, 16), batch, "gram") for batch in (1, 2, 4)] == [50.0] * 3
+    rise = roofline((8, 16), 16, "gram") / roofline((8, 16), 4, "gram")
+    assert rise > 1.1
+    assert table.time_us((8, 16), 16, "gram") == pytest.approx(50.0 * rise)
+    assert table.time_us((8, 16), 30, "gram") > table.time_us((8, 16), 16, "gram")
+
+
 def test_results_are_kept_and_not_timed_again(timer, tmp_path, caplog):
     first = measure_costs(WORK, cache=tmp_path)
     number = len(timer)
@@ -194,7 +213,7 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(timer, tmp_path):
     (tmp_path / "home").write_text("")
     with pytest.warns(UserWarning, match="10 not kept") as caught:
         table = measure_costs(WORK, cache=tmp_path / "home" / "cache")
-    assert len(caught) == 1 and not any(t.estimated for t in table.timings)
+    assert len(caught) == 1 and not estimated(table)
 
 
 def test_without_time_the_roofline_is_used_and_said(timer):
@@ -226,7 +245,7 @@ def test_time_that_runs_out_leaves_the_scaled_roofline(monkeypatch, tmp_path):
     # Estimates are not kept: the next run times them, and then nothing is missing.
     assert len(list(tmp_path.iterdir())) == 4
     again = measure_costs(WORK, cache=tmp_path, budget_s=1000.0)
-    assert not any(t.estimated for t in again.timings) and now[0] == 100.0
+    assert not estimated(again) and now[0] == 100.0
 
 
 def test_no_timing_is_begun_that_would_take_too_long(monkeypatch):
