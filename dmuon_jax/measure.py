@@ -126,10 +126,8 @@ def check_batches(work: Any) -> dict[Shape, int]:
     for shape, batch in work.items():
         if batch < 1:
             raise ValueError(f"work must hold batches >= 1, got {batch} at {shape}")
-        Timing(tuple(shape), "direct", batch, 1.0)  # refuses shapes that are not oriented
-    return {
-        (int(short), int(long)): int(batch) for (short, long), batch in work.items()
-    }
+        Timing(tuple(shape), "direct", batch, 1.0)  # refuses other shapes
+    return {(int(short), int(long)): int(n) for (short, long), n in work.items()}
 
 
 def plan_path(work: Plan | Mapping[Shape, int]) -> UpdatePath:

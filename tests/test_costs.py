@@ -155,10 +155,13 @@ def test_measuring_is_refused_in_a_trace_that_nothing_preceded(timer):
     tx = dmuon(0.1, costs="measured")
     for costs in ("measured", OFF):
         tx = dmuon(0.1, costs=costs)
-        with pytest.raises(ValueError, match="costs must be measured beforehand .*traced"):
+        with pytest.raises(
+            ValueError, match="costs must be measured beforehand .*traced"
+        ):
             jax.jit(tx.init)(params)
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            params,
         )
         with pytest.raises(ValueError, match="costs must be measured beforehand"):
             plan_owners(shapes, costs=costs)
@@ -260,7 +263,9 @@ def test_two_processes_use_the_first_ones_table(tmp_path):
     assert first["plan"] == second["plan"]
     assert "measured in one process" in first["refused"]
     table = TableCost.from_json(first["table"])
-    assert first["table"] == second["table"] and table.time_us((12, 16), 1, "gram") == 2.0
+    assert (
+        first["table"] == second["table"] and table.time_us((12, 16), 1, "gram") == 2.0
+    )
     assert len(list((tmp_path / "cache").iterdir())) == 12
 
 

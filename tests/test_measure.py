@@ -125,9 +125,7 @@ def test_the_most_telling_points_come_first(timer):
 
 def test_larger_batches_never_take_less(monkeypatch):
     noisy = {1: 9.0, 2: 3.0, 4: 20.0, 16: 12.0}
-    monkeypatch.setattr(
-        measure, "time_update_us", lambda point, *_: noisy[point.batch]
-    )
+    monkeypatch.setattr(measure, "time_update_us", lambda point, *_: noisy[point.batch])
     table = measure_costs({(8, 16): 16}, method="direct", cache=False)
     times = [table.time_us((8, 16), batch, "direct") for batch in range(1, 40)]
     assert times[:2] == [9.0, 9.0] and times[3] == 20.0
@@ -309,7 +307,15 @@ print(len(done), table.time_us((8, 16), 8, "gram"), table.time_us((4, 4), 1, "gr
 """
 
     def run(deadly):
-        command = [sys.executable, "-W", "error", "-c", code, str(tmp_path), str(deadly)]
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            code,
+            str(tmp_path),
+            str(deadly),
+        ]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=120
