@@ -288,3 +288,18 @@ def test_processes_that_would_not_all_measure_are_told_so(tmp_path):
 def test_a_kill_of_the_measuring_process_ends_the_others(tmp_path):
     outcomes = run_processes(2, "measure", tmp_path / "run", cache=False, how="die")
     assert outcomes[0].code == -9 and outcomes[1].code != 0
+
+
+def test_what_stands_in_the_way_of_measuring(monkeypatch):
+    x = [np.zeros((4, 4), np.float32)]
+    assert costs_module.obstacle(x, None) == ""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    assert costs_module.obstacle(x, mesh) == ""
+    assert costs_module.obstacle(x, mesh.abstract_mesh) == "the mesh has no devices"
+    shape = [jax.ShapeDtypeStruct((4, 4), np.float32)]
+    assert "abstract" in costs_module.obstacle(shape, mesh)
+    # As if some of the mesh's devices were another process's, and a third had none.
+    monkeypatch.setattr(costs_module, "spans_processes", lambda mesh: True)
+    assert costs_module.obstacle(x, mesh) == ""
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    assert "processes [0], neither one's own nor all" in costs_module.obstacle(x, mesh)

@@ -37,6 +37,7 @@ def timer(monkeypatch):
 
     def time_update_us(point, path, device):
         timed.append((point, path))
+        assert device == measure.default_device()
         return 10 * roofline(point.shape, point.batch, point.method)
 
     monkeypatch.setattr(measure, "time_update_us", time_update_us)
@@ -326,6 +327,32 @@ print(len(done), table.time_us((8, 16), 8, "gram"), table.time_us((4, 4), 1, "gr
     done = run(99)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["7", "800.0", "100.0"]
+
+
+def test_the_device_is_the_default_one_or_as_named(monkeypatch):
+    devices = []
+    monkeypatch.setattr(
+        measure,
+        "time_update_us",
+        lambda point, path, device: devices.append(device) or 1.0,
+    )
+    work = {"work": {(4, 4): 1}, "method": "gram", "cache": False}
+    first, second, third = jax.devices()[:3]
+    measure_costs(**work)
+    with jax.default_device(second):
+        measure_costs(**work)
+        measure_costs(**work, device=third)
+    with jax.default_device("cpu"):
+        measure_costs(**work)
+    assert devices[::2] == [first, second, third, first]
+
+
+def test_complex_plans_are_timed_in_the_platforms_dtypes(timer):
+    plan = plan_owners({"a": jnp.zeros((4, 4), jnp.complex64)})
+    measure_costs(plan, cache=False)
+    assert {(p.compute_dtype, p.exchange_dtype) for _, p in timer} == {
+        ("float32", "float32")
+    }
 
 
 def test_a_plan_tells_what_to_measure(timer):
