@@ -44,18 +44,33 @@ def to_owners(
     layout = leaves[0].layout
     side = layout.side("in")
     packed = [pack(x, leaf) for x, leaf in zip(blocks, leaves, strict=True)]
-    x = spread(jnp.concatenate(packed, axis=1), counts)[:, :, slots]
-    names = layout.forced_out + layout.free
-    x = x.reshape(*sizes(side, names), *x.shape[2:])
-    x = reorder(x, names, side.sliced + side.exchanged)
-    x = take_own(x, side.sliced, side)
+    x = deal(packed, layout, counts, slots)
 
     if not side.travels or x.dtype == jnp.dtype(dtype):
         return join(move(x, side), side), None
     if dtype != "float16":
         return join(move(x.astype(dtype), side), side), None
-    x, exponent = align(move(encode(x, len(side.dims)), side), side)
+    # Leaf by leaf, so that it can be one pass with what makes a leaf's block.
+    tops = [jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in packed]
+    sent = encode(x, deal(tops, layout, counts, slots), len(side.dims))
+    x, exponent = align(move(sent, side), side)
     return join(x, side), exponent
+
+
+def deal(
+    packed: Sequence[jax.Array], layout: Layout, counts: Sequence[int], slots: slice
+) -> jax.Array:
+    """What ``pack`` gave of each leaf as this device sends it, for some slots of owners.
+
+    Returns:
+      ``[exchanged, slot, *parcel block]``.
+    """
+    side = layout.side("in")
+    x = spread(jnp.concatenate(packed, axis=1), counts)[:, :, slots]
+    names = layout.forced_out + layout.free
+    x = x.reshape(*sizes(side, names), *x.shape[2:])
+    x = reorder(x, names, side.sliced + side.exchanged)
+    return take_own(x, side.sliced, side)
 
 
 def from_owners(parcels: jax.Array, layout: Layout, dtype: str) -> jax.Array:
@@ -77,7 +92,8 @@ def from_owners(parcels: jax.Array, layout: Layout, dtype: str) -> jax.Array:
     elif dtype != "float16":
         x = move(x.astype(dtype), side)
     else:
-        x, exponent = decode(move(encode(x, len(side.dims)), side), side)
+        sent = encode(x, jnp.abs(x), len(side.dims))
+        x, exponent = decode(move(sent, side), side)
         x = power_of_two(x.astype(jnp.float32), exponent)
     names = layout.forced_in + layout.free
     x = reorder(x, side.gathered + side.exchanged, names)
@@ -228,16 +244,17 @@ NOTHING = -1000
 """Exponent that stands for a block of zeros; float16 holds it exactly."""
 
 
-def encode(x: jax.Array, block_ndim: int) -> jax.Array:
+def encode(x: jax.Array, tops: jax.Array, block_ndim: int) -> jax.Array:
     """Blocks (the trailing dimensions) as float16, each with its exponent behind it.
 
-    A block is divided by the power of two just above its largest entry; the exponent is an
-    integer that float16 holds exactly.
+    A block is divided by the power of two just above its largest entry, which is also the
+    largest of *tops*; the exponent is an integer that float16 holds exactly.
     """
     lead = x.shape[: x.ndim - block_ndim]
     flat = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
     flat = flat.astype(jnp.promote_types(x.dtype, jnp.float32))
-    largest = jnp.max(jnp.abs(flat), axis=-1, keepdims=True)
+    largest = jnp.max(tops.reshape(*lead, -1), axis=-1, keepdims=True)
+    largest = largest.astype(flat.dtype)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1))
     exponent = jnp.where(largest == 0, NOTHING, exponent)
     small = power_of_two(flat, -jnp.where(largest == 0, 0, exponent))
@@ -261,8 +278,8 @@ def align(sent: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
     blocks, exponent = decode(sent, side)
     ahead = tuple(range(blocks.ndim - len(side.dims) - 1))
     common = jnp.max(exponent, axis=ahead, keepdims=True)
-    shift = jnp.exp2((exponent - common).astype(jnp.float32))
-    blocks = (blocks.astype(jnp.float32) * shift).astype(jnp.float16)
+    blocks = power_of_two(blocks.astype(jnp.float32), exponent - common)
+    blocks = blocks.astype(jnp.float16)
     common = jnp.where(common == NOTHING, 0, common)
     return blocks, common.reshape(-1, 1, 1)
 
