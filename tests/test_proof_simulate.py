@@ -49,7 +49,7 @@ def simulation():
         "cpu",
         sequence=TOKENS,
         batch_per_device=2,
-        optimizers=("adamw", "dmuon"),
+        optimizers=("adamw", "dmuon", "dmuon-local"),
     )
 
 
@@ -77,7 +77,7 @@ def test_weights_are_gathered_twice_and_reduced_once(simulation):
 
 
 def test_dmuon_adds_an_exchange_and_no_loops(simulation):
-    adamw, ours = (run.audit for run in simulation.runs)
+    adamw, ours = (run.audit for run in simulation.runs[:2])
     kinds = [item.kind for item in ours.collectives]
     assert "all-to-all" in kinds
     assert len(ours.collectives_in_loops) == len(adamw.collectives_in_loops)
@@ -87,12 +87,25 @@ def test_dmuon_adds_an_exchange_and_no_loops(simulation):
     assert sum(split.values()) == pytest.approx(ours.step_us)
 
 
+def test_owners_of_one_replica_repeat_the_work_and_stay_inside(simulation):
+    adamw, ours, local = (run.audit for run in simulation.runs)
+    spread, kept = (audit.in_scope("from_owners") for audit in (ours, local))
+    assert {item.group_size for item in kept} == {4}
+    assert any(item.kind == "all-gather" and item.group_size == 2 for item in spread)
+    assert not any(item.kind == "all-gather" for item in kept)
+    assert local.dot_flops > ours.dot_flops > adamw.dot_flops
+    exchange = simulation.runs[2].exchange_us()
+    assert 0 < exchange["exposed"] <= exchange["total"] < local.step_us
+    assert simulation.runs[0].exchange_us() == {"total": 0, "exposed": 0}
+
+
 def test_report(simulation):
     text = simulation.summary()
     assert "tiny on cpu (data=2, fsdp=4), 2 x 16 tokens" in text
     assert "layers as a scan" in text.replace("\n", " ")
     record = json.loads(simulation.to_json())
-    assert [run["optimizer"] for run in record["runs"]] == ["adamw", "dmuon"]
+    names = [run["optimizer"] for run in record["runs"]]
+    assert names == ["adamw", "dmuon", "dmuon-local"]
     assert record["mesh"] == {"data": 2, "fsdp": 4}
 
 
