@@ -137,8 +137,9 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
     With ``owner_axes="auto"`` they name all axes.
     """
     shape = mesh_shape(mesh)
-    named = options.owner_axes not in (None, AUTO)
-    owner_axes = options.owner_axes if named else shape.names
+    owner_axes = options.owner_axes
+    if owner_axes is None or owner_axes == AUTO:
+        owner_axes = shape.names
     unknown = sorted(set(owner_axes) - set(shape.names))
     if unknown and mesh is not None:
         raise ValueError(

@@ -129,7 +129,7 @@ class Records:
     def path(self, key: Mapping[str, Any]) -> pathlib.Path:
         """The file of *key*."""
         name = hashlib.sha256(canonical(key).encode()).hexdigest()[:32]
-        return self.directory / f"{name}.json"
+        return pathlib.Path(self.directory or "") / f"{name}.json"
 
     def read(
         self, key: Mapping[str, Any], parse: Callable[[Any], Value]
