@@ -108,7 +108,8 @@ def measured_table(
 
     def make() -> str:
         batches = even_batches(leaves, mesh_shape(mesh), candidates)
-        device = default_device() if mesh is None else mesh.local_devices[0]
+        devices = mesh.local_devices if isinstance(mesh, jax.sharding.Mesh) else None
+        device = devices[0] if devices else default_device()
         table = measure_costs(
             batches,
             path,
