@@ -12,7 +12,6 @@ from dmuon_jax.dtypes import dtype_name
 from dmuon_jax.matrices import Leaf, MeshShape, Spec
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
-from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.cost import RooflineCost
 from dmuon_jax.planning.devices import (
     axis_bandwidths,

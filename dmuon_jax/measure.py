@@ -146,7 +146,8 @@ def plan_path(work: Plan | Mapping[Shape, int]) -> UpdatePath:
 
 def default_device() -> Any:
     """The device that a program without a mesh runs on."""
-    named = jax.config.jax_default_device
+    config: Any = jax.config  # whose options exist at run time only
+    named = config.jax_default_device
     if named is None or isinstance(named, str):
         return jax.local_devices(backend=named)[0]
     return named

@@ -128,6 +128,8 @@ class Records:
 
     def path(self, key: Mapping[str, Any]) -> pathlib.Path:
         """The file of *key*."""
+        if self.directory is None:
+            raise ValueError("directory must be a folder to have files, got None")
         name = hashlib.sha256(canonical(key).encode()).hexdigest()[:32]
         return pathlib.Path(self.directory or "") / f"{name}.json"
 
