@@ -1,7 +1,8 @@
 """The exchange: blocks of leaves to whole parcels on owners, and back.
 
-Runs inside ``jax.shard_map``. The only module that calls collectives: for each exchange
-group at most one all-to-all and one all-gather each way (the table is in ``layout.py``).
+Runs inside ``jax.shard_map``. The only module that calls collectives: for each part of an
+exchange group at most one all-to-all and one all-gather each way (the table is in
+``layout.py``).
 
 Array dimensions here are ``[one per mesh axis ..., slot, block ...]``; the names of the
 leading ones are carried beside the array.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dmuon_jax.layout import LeafLayout, Side
+from dmuon_jax.layout import Layout, LeafLayout, Side
 from dmuon_jax.matrices import Axes
 from dmuon_jax.scales import power_of_two
 
@@ -23,53 +24,66 @@ def to_owners(
     blocks: Sequence[jax.Array],
     leaves: Sequence[LeafLayout],
     counts: Sequence[int],
+    slots: slice,
     dtype: str,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Brings the parcels of one exchange group whole to their owners.
+    """Brings parcels of one exchange group whole to their owners.
 
     Args:
       blocks: the local block of each leaf, in the momentum's sharding.
       leaves: their layouts, equal but for batch dimensions.
       counts: parcels on each free owner.
+      slots: which of the owners' slots, ``max(counts)`` in all.
       dtype: dtype in which blocks travel.
 
     Returns:
-      ``x`` ``[max(counts), fan_in, fan_out]``, this device's slots, EMPTY ones zero; and
-      either None or int32 exponents ``e`` ``[max(counts), 1, 1]``: the parcels are then
+      ``x`` ``[slots, fan_in, fan_out]``, those of this device, EMPTY ones zero; and
+      either None or int32 exponents ``e`` ``[slots, 1, 1]``: the parcels are then
       ``x * 2^e``, with the largest entry of each x in [1/2, 1).
     """
     layout = leaves[0].layout
     side = layout.side("in")
     packed = [pack(x, leaf) for x, leaf in zip(blocks, leaves, strict=True)]
-    x = spread(jnp.concatenate(packed, axis=1), counts)
-    names = layout.forced_out + layout.free
-    x = x.reshape(*sizes(side, names), *x.shape[2:])
-    x = reorder(x, names, side.sliced + side.exchanged)
-    x = take_own(x, side.sliced, side)
+    x = deal(packed, layout, counts, slots)
 
     if not side.travels or x.dtype == jnp.dtype(dtype):
         return join(move(x, side), side), None
     if dtype != "float16":
         return join(move(x.astype(dtype), side), side), None
-    x, exponent = align(move(encode(x, len(side.dims)), side), side)
+    # Leaf by leaf, so that it can be one pass with what makes a leaf's block.
+    tops = [jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in packed]
+    sent = encode(x, deal(tops, layout, counts, slots), len(side.dims))
+    x, exponent = align(move(sent, side), side)
     return join(x, side), exponent
 
 
-def from_owners(
-    parcels: jax.Array,
-    leaves: Sequence[LeafLayout],
-    counts: Sequence[int],
-    dtype: str,
-) -> list[jax.Array]:
-    """Returns each leaf's block, in the parameter's sharding: undoes ``to_owners``.
+def deal(
+    packed: Sequence[jax.Array], layout: Layout, counts: Sequence[int], slots: slice
+) -> jax.Array:
+    """What ``pack`` gave of each leaf as this device sends it, for some slots of owners.
+
+    Returns:
+      ``[exchanged, slot, *parcel block]``.
+    """
+    side = layout.side("in")
+    x = spread(jnp.concatenate(packed, axis=1), counts)[:, :, slots]
+    names = layout.forced_out + layout.free
+    x = x.reshape(*sizes(side, names), *x.shape[2:])
+    x = reorder(x, names, side.sliced + side.exchanged)
+    return take_own(x, side.sliced, side)
+
+
+def from_owners(parcels: jax.Array, layout: Layout, dtype: str) -> jax.Array:
+    """Brings blocks of parcels from their owners to where the parameter has them.
 
     Args:
-      parcels: ``[max(counts), fan_in, fan_out]``, this device's slots.
-      leaves: layouts of the group's leaves.
-      counts: parcels on each free owner.
+      parcels: ``[slots, fan_in, fan_out]``, some of this device's slots.
+      layout: the layout of their group.
       dtype: dtype in which blocks travel.
+
+    Returns:
+      ``[forced, owner, slot, *block]``: what ``unpack_all`` takes.
     """
-    layout = leaves[0].layout
     side = layout.side("out")
     x = take_own(split(parcels, side), side.sliced, side)
 
@@ -78,13 +92,26 @@ def from_owners(
     elif dtype != "float16":
         x = move(x.astype(dtype), side)
     else:
-        x, exponent = decode(move(encode(x, len(side.dims)), side), side)
+        sent = encode(x, jnp.abs(x), len(side.dims))
+        x, exponent = decode(move(sent, side), side)
         x = power_of_two(x.astype(jnp.float32), exponent)
     names = layout.forced_in + layout.free
     x = reorder(x, side.gathered + side.exchanged, names)
     forced = side.mesh.size(layout.forced_in)
-    x = x.reshape(forced, layout.num_owners, *x.shape[len(names) :])
-    x = collect(x, counts)
+    return x.reshape(forced, layout.num_owners, *x.shape[len(names) :])
+
+
+def unpack_all(
+    parts: Sequence[jax.Array], leaves: Sequence[LeafLayout], counts: Sequence[int]
+) -> list[jax.Array]:
+    """Each leaf's block, in the parameter's sharding: undoes ``to_owners``.
+
+    Args:
+      parts: what ``from_owners`` gives, all slots of the group in order.
+      leaves: layouts of the group's leaves.
+      counts: parcels on each free owner.
+    """
+    x = collect(jnp.concatenate(parts, axis=2), counts)
     ends = list(itertools.accumulate(leaf.core for leaf in leaves))
     parts = jnp.split(x, ends[:-1], axis=1)
     return [unpack(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
@@ -217,16 +244,17 @@ NOTHING = -1000
 """Exponent that stands for a block of zeros; float16 holds it exactly."""
 
 
-def encode(x: jax.Array, block_ndim: int) -> jax.Array:
+def encode(x: jax.Array, tops: jax.Array, block_ndim: int) -> jax.Array:
     """Blocks (the trailing dimensions) as float16, each with its exponent behind it.
 
-    A block is divided by the power of two just above its largest entry; the exponent is an
-    integer that float16 holds exactly.
+    A block is divided by the power of two just above its largest entry, which is also the
+    largest of *tops*; the exponent is an integer that float16 holds exactly.
     """
     lead = x.shape[: x.ndim - block_ndim]
     flat = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
     flat = flat.astype(jnp.promote_types(x.dtype, jnp.float32))
-    largest = jnp.max(jnp.abs(flat), axis=-1, keepdims=True)
+    largest = jnp.max(tops.reshape(*lead, -1), axis=-1, keepdims=True)
+    largest = largest.astype(flat.dtype)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1))
     exponent = jnp.where(largest == 0, NOTHING, exponent)
     small = power_of_two(flat, -jnp.where(largest == 0, 0, exponent))
@@ -250,8 +278,8 @@ def align(sent: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
     blocks, exponent = decode(sent, side)
     ahead = tuple(range(blocks.ndim - len(side.dims) - 1))
     common = jnp.max(exponent, axis=ahead, keepdims=True)
-    shift = jnp.exp2((exponent - common).astype(jnp.float32))
-    blocks = (blocks.astype(jnp.float32) * shift).astype(jnp.float16)
+    blocks = power_of_two(blocks.astype(jnp.float32), exponent - common)
+    blocks = blocks.astype(jnp.float16)
     common = jnp.where(common == NOTHING, 0, common)
     return blocks, common.reshape(-1, 1, 1)
 

@@ -177,7 +177,10 @@ class PlanFinder:
 
 
 def solve(
-    leaves: Sequence[Leaf], mesh: AnyMesh | None, settings: Settings, options: OwnerOptions
+    leaves: Sequence[Leaf],
+    mesh: AnyMesh | None,
+    settings: Settings,
+    options: OwnerOptions,
 ) -> Plan:
     """The plan for ``leaves``, over the owner axes that ``options`` name or leave open."""
     make = cheapest_plan if options.owner_axes == AUTO else make_plan
@@ -244,7 +247,8 @@ def plan_owners(
     finder = PlanFinder(choices, UpdatePath(implementation=choices.implementation))
     leaves = make_leaves(arrays, dims, seen, mesh, momentum_shardings)
     settings = make_settings(choices, mesh)
-    if how_to_measure(choices.costs, settings.platform, False)[1] and spans_processes(mesh):
+    how, _ = how_to_measure(choices.costs, settings.platform, at_init=False)
+    if how is not None and spans_processes(mesh):
         raise ValueError(
             "costs must be measured in one process and shared where the mesh spans several: "
             "pass costs=TableCost.from_json(text) with to_json() of its measure_costs(...)"

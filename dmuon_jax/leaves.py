@@ -14,7 +14,11 @@ from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
 from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.cost import RooflineCost
-from dmuon_jax.planning.devices import axis_bandwidths, device_of_kind
+from dmuon_jax.planning.devices import (
+    axis_bandwidths,
+    device_of_kind,
+    overlap_rates,
+)
 from dmuon_jax.shardings import (
     AnyMesh,
     Seen,
@@ -160,6 +164,7 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
         ),
         max_wave_bytes=options.max_wave_bytes,
         max_owner_bytes=options.max_owner_bytes,
+        overlap=overlap_rates(platform, device, shape.num_devices),
     )
 
 

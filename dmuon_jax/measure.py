@@ -1,6 +1,7 @@
 """``measure_costs``: times of the owners' update on this device, to plan with."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import logging
@@ -32,6 +33,9 @@ from dmuon_jax.update_time import (
 BUDGET_S = 60.0
 OUT_OF_MEMORY = "out of memory"
 OUT_OF_TIME = "out of time"
+NOT_NEEDED = "above the largest batch"
+FURTHER = 4
+"""Beyond the largest batch each row goes on by this factor, as the roofline does."""
 
 log = logging.getLogger("dmuon_jax")
 
@@ -51,7 +55,8 @@ def measure_costs(
     a cast that stand for unpacking blocks, norms, the iteration in its form and with its
     kernels, and the way back. For each shape a few batches are measured; the table
     interpolates between them, and never falls as batches grow. Calls follow one another
-    on the device, wall clock, the median of a few runs.
+    on the device, wall clock, the median of a few runs. Beyond the largest batch a row
+    goes on as the roofline does.
 
     Results are kept for later runs under the kind of device, the versions of jax, jaxlib
     and our kernels, the path, method, shape and batch. A cache that cannot be read or
@@ -64,7 +69,7 @@ def measure_costs(
       >>> from dmuon_jax import measure_costs
       >>> table = measure_costs({(8, 16): 3}, method="direct", cache=False)
       >>> [timing.batch for timing in table.timings]
-      [1, 2, 4]
+      [1, 2, 4, 16]
 
     Args:
       work: a plan, made with any costs: its shapes and batches are measured; or the
@@ -121,10 +126,8 @@ def check_batches(work: Any) -> dict[Shape, int]:
     for shape, batch in work.items():
         if batch < 1:
             raise ValueError(f"work must hold batches >= 1, got {batch} at {shape}")
-        Timing(tuple(shape), "direct", batch, 1.0)  # refuses shapes that are not oriented
-    return {
-        (int(short), int(long)): int(batch) for (short, long), batch in work.items()
-    }
+        Timing(tuple(shape), "direct", batch, 1.0)  # refuses other shapes
+    return {(int(short), int(long)): int(n) for (short, long), n in work.items()}
 
 
 def plan_path(work: Plan | Mapping[Shape, int]) -> UpdatePath:
@@ -250,6 +253,13 @@ class Bench:
                 longest = max(longest, time_us)
                 where = (point.shape, point.method, point.batch)
                 timings.append(Timing(*where, longest, why))
+            # Small batches may all take as long as one: what comes after follows the
+            # roofline, lest a table end level.
+            beyond = dataclasses.replace(point, batch=FURTHER * point.batch)
+            ratio = longest / roofline_us(self.roofline, point)
+            time_us = max(longest, ratio * roofline_us(self.roofline, beyond))
+            where = (beyond.shape, beyond.method, beyond.batch)
+            timings.append(Timing(*where, time_us, NOT_NEEDED))
         return TableCost(tuple(timings), self.about(len(points)))
 
     def about(self, number: int) -> str:

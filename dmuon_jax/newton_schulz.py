@@ -13,7 +13,7 @@ from dmuon_jax import kernels
 from dmuon_jax.gram import gram_iterations
 from dmuon_jax.kernels import xla
 from dmuon_jax.kernels.select import Implementation
-from dmuon_jax.scales import power_of_two, scaled
+from dmuon_jax.scales import frobenius, power_of_two
 
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
 
@@ -63,9 +63,15 @@ def orthogonalize_batch(
         coefficients = jnp.broadcast_to(coefficients, (steps, 3))
     real = jnp.finfo(compute_dtype).dtype
     coefficients = coefficients.astype(jnp.promote_types(real, jnp.float32))
+    # Padded once, in the pass that casts, and not by each of the products.
+    shape = x.shape
+    multiple = kernels.pad_multiple(shape, compute_dtype, implementation=implementation)
+    x = kernels.pad_matrices(x, multiple, multiple)
     if method == "gram":
-        return gram_iterations(x, coefficients, steps, restarts, implementation, valid)
-    return direct_iterations(x, coefficients, steps, implementation, valid)
+        x = gram_iterations(x, coefficients, steps, restarts, implementation, valid)
+    else:
+        x = direct_iterations(x, coefficients, steps, implementation, valid)
+    return x[:, : shape[1], : shape[2]]
 
 
 def direct_iterations(
@@ -94,17 +100,18 @@ def normalize(
 ) -> tuple[jax.Array, jax.Array]:
     """Scales each matrix into the range of the iteration and casts it.
 
-    Norms are taken in fp32 of ``X / 2^e``, with 2^e just above the largest entry, so that
-    neither huge nor tiny matrices leave the range; ``X / (norm + eps)`` is then what optax
-    divides by.
+    Norms are taken in fp32 of ``X / 2^e``, with an e that keeps both huge and tiny matrices
+    in range; ``X / (norm + eps)`` is then what optax divides by.
 
     Returns:
       The matrices in ``compute_dtype``, and bool ``[batch]``: which are not zero.
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if exponent is None:
-        x, exponent = scaled(x)
-    norm = jnp.sqrt(jnp.sum(jnp.abs(x) ** 2, axis=(-2, -1), keepdims=True))
+        norm, exponent = frobenius(x)
+        x = x * power_of_two(jnp.ones_like(norm), -exponent)
+    else:
+        norm = jnp.sqrt(jnp.sum(jnp.abs(x) ** 2, axis=(-2, -1), keepdims=True))
     valid = (norm != 0)[..., 0, 0]
     eps = jnp.asarray(eps, norm.dtype)
     if preconditioning in ("aol", "schatten"):
@@ -116,7 +123,8 @@ def normalize(
         scale = gram_scale(x.astype(compute_dtype), floor, preconditioning)
         return (x * scale).astype(compute_dtype), valid
     if preconditioning == "spectral":
-        norm = jnp.linalg.norm(x, ord=2, axis=(-2, -1), keepdims=True)
+        unit = x / jnp.where(norm == 0, 1, norm)
+        norm = norm * jnp.linalg.norm(unit, ord=2, axis=(-2, -1), keepdims=True)
     total = norm + power_of_two(jnp.broadcast_to(eps, norm.shape), -exponent)
     return (x / jnp.where(total == 0, 1, total)).astype(compute_dtype), valid
 

@@ -1,16 +1,17 @@
 """Runs a function of matrices on their owners: exchange, compute, exchange back."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dmuon_jax.exchange import from_owners, to_owners
+from dmuon_jax.exchange import from_owners, to_owners, unpack_all
 from dmuon_jax.matrices import Leaf, Piece
-from dmuon_jax.planning.plan import Bucket, Plan
+from dmuon_jax.planning.groups import Bucket
+from dmuon_jax.planning.plan import Plan
 from dmuon_jax.scales import restored
 from dmuon_jax.shardings import partition_spec
 
@@ -72,19 +73,33 @@ def owner_step(
     plan: Plan,
 ) -> list[jax.Array]:
     """What one device does with its blocks, wave after wave."""
+    returned: dict[tuple[int, int], jax.Array] = {}
+    ended: list[list[jax.Array]] = []
+    for wave, parts in enumerate(plan.waves):
+        # Where memory is bounded two waves are under way at most: one starts when the
+        # last but one ends. Else the compiler may start all at once.
+        before = ended[wave - 2] if plan.bounded and wave > 1 else []
+        arrived = {
+            (number, part): arrive(blocks, plan, number, part, before)
+            for number, part in parts
+        }
+        ended.append([])
+        for (number, part), pieces in iterate(fn, arrived, plan, wave).items():
+            group = plan.groups[number]
+            with jax.named_scope("from_owners"):
+                parcels = assemble(pieces, group_leaf(plan, number))
+                layout = plan.group_layout(group)
+                back = from_owners(parcels, layout, group.exchange_dtype)
+            returned[number, part] = back
+            ended[wave].append(back)
     results: list[jax.Array] = list(blocks)
-    done: list[list[jax.Array]] = []
-    for wave in range(plan.num_waves):
-        numbers = [i for i, group in enumerate(plan.groups) if group.wave == wave]
-        leaves = [leaf for i in numbers for leaf in plan.groups[i].leaves]
-        own = {i: blocks[i] for i in leaves}
-        if wave > 1:
-            # Two waves are under way at most: this one starts when the last but one ends.
-            own = {i: after(x, done[wave - 2]) for i, x in own.items()}
-        done.append([])
-        for index, block in wave_step(fn, own, plan, wave, numbers).items():
-            results[index] = block
-            done[wave].append(block)
+    for number, group in enumerate(plan.groups):
+        layouts = [plan.layouts[i] for i in group.leaves]
+        parts = [returned[number, part] for part in range(len(group.parts))]
+        with jax.named_scope("from_owners"):
+            back = unpack_all(parts, layouts, group.counts)
+        for index, block in zip(group.leaves, back, strict=True):
+            results[index] = block.astype(blocks[index].dtype)
     return results
 
 
@@ -101,49 +116,52 @@ def after(x: jax.Array, done: Sequence[jax.Array]) -> jax.Array:
     return x * one
 
 
-def wave_step(
+def arrive(
+    blocks: Sequence[jax.Array],
+    plan: Plan,
+    number: int,
+    part: int,
+    before: Sequence[jax.Array],
+) -> tuple[jax.Array, jax.Array | None]:
+    """One part of a group on its owners, sent after ``before`` is computed."""
+    group = plan.groups[number]
+    with jax.named_scope("to_owners"):
+        return to_owners(
+            [after(blocks[i], before) for i in group.leaves],
+            [plan.layouts[i] for i in group.leaves],
+            group.counts,
+            group.part_slots(part),
+            group.exchange_dtype,
+        )
+
+
+def iterate(
     fn: BucketFn,
-    blocks: dict[int, jax.Array],
+    arrived: Mapping[tuple[int, int], tuple[jax.Array, jax.Array | None]],
     plan: Plan,
     wave: int,
-    numbers: Sequence[int],
-) -> dict[int, jax.Array]:
-    """One wave: the groups ``numbers``, and the buckets that they feed."""
-    parcels, exponents = {}, {}
-    for number in numbers:
-        group = plan.groups[number]
-        layouts = [plan.layouts[i] for i in group.leaves]
-        own = [blocks[i] for i in group.leaves]
-        with jax.named_scope("to_owners"):
-            parcels[number], exponents[number] = to_owners(
-                own, layouts, group.counts, group.exchange_dtype
-            )
+) -> dict[tuple[int, int], list[jax.Array]]:
+    """The buckets of one wave: results of each part (group, part), by piece."""
     pieces = {}
     for bucket in plan.buckets:
         if plan.wave_of(bucket) != wave:
             continue
-        stacks = [
-            cut(parcels[m.group], group_leaf(plan, m.group), m.piece)
-            for m in bucket.members
-        ]
+        stacks, exponents = [], []
+        for m in bucket.members:
+            parcels, exponent = arrived[m.group, m.part]
+            stacks.append(cut(parcels, group_leaf(plan, m.group), m.piece))
+            exponents.append(exponent)
         with jax.named_scope("newton_schulz"):
-            done = run_bucket(
-                fn, bucket, plan, stacks, [exponents[m.group] for m in bucket.members]
-            )
-        for member, result in zip(bucket.members, done, strict=True):
-            pieces[member.group, member.piece] = result
-    results = {}
-    for number in numbers:
-        group, leaf = plan.groups[number], group_leaf(plan, number)
-        parts = [pieces[number, i] for i in range(len(leaf.matrix_shapes))]
-        layouts = [plan.layouts[i] for i in group.leaves]
-        with jax.named_scope("from_owners"):
-            back = from_owners(
-                assemble(parts, leaf), layouts, group.counts, group.exchange_dtype
-            )
-        for index, block in zip(group.leaves, back, strict=True):
-            results[index] = block.astype(blocks[index].dtype)
-    return results
+            done = run_bucket(fn, bucket, plan, stacks, exponents)
+        for m, result in zip(bucket.members, done, strict=True):
+            pieces[m.group, m.part, m.piece] = result
+    return {
+        (number, part): [
+            pieces[number, part, piece]
+            for piece in range(len(group_leaf(plan, number).matrix_shapes))
+        ]
+        for number, part in arrived
+    }
 
 
 def group_leaf(plan: Plan, group: int) -> Leaf:

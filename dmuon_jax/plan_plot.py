@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from dmuon_jax.planning.cost import iteration_flops
 
 if typing.TYPE_CHECKING:
-    from dmuon_jax.planning.plan import Bucket, Plan
+    from dmuon_jax.planning.groups import Bucket
+    from dmuon_jax.planning.plan import Plan
 
 
 def owner_flops(plan: "Plan", bucket: "Bucket") -> np.ndarray:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import platform
 import statistics
 import time
@@ -10,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from dmuon_jax.coefficients import JORDAN
@@ -101,7 +101,7 @@ def record_key(point: Point, path: UpdatePath, device: jax.Device) -> dict[str, 
         "measured": "owner's update",
         "device": device_name(device),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "kernels": KERNELS_VERSION,
         **dataclasses.asdict(dataclasses.replace(path, implementation=None)),
         "implementation": implementation,

@@ -52,18 +52,17 @@ def notebook_of(name: str) -> nbformat.NotebookNode:
 def execute(notebook: nbformat.NotebookNode) -> None:
     """Runs all cells in a fresh kernel; an error in one is fatal.
 
-    The kernel sees neither virtual devices of this process nor a choice of platform.
+    The kernel sees the dmuon_jax of this repository, whatever is installed, and no virtual
+    devices of this process.
     """
-    hidden = {key: os.environ.pop(key, None) for key in ("XLA_FLAGS",)}
-    try:
-        NotebookClient(
-            notebook,
-            timeout=SECONDS,
-            coalesce_streams=True,  # else outputs are cut where the kernel happened to flush
-            resources={"metadata": {"path": str(FOLDER)}},
-        ).execute()
-    finally:
-        os.environ.update({k: v for k, v in hidden.items() if v is not None})
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(FOLDER.parent)
+    NotebookClient(
+        notebook,
+        timeout=SECONDS,
+        coalesce_streams=True,  # else outputs are cut where the kernel happened to flush
+        resources={"metadata": {"path": str(FOLDER)}},
+    ).execute(env=environment)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times, which would change in every build
 

@@ -34,18 +34,18 @@ CASES = {
 # name: what to replace in the source, and by what
 FAULTS = {
     "race": (
-        """            def store(tile):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        """    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    shared.tile[...] = tile
 """,
-        "            def store(tile):\n",
+        "    shared.tile[...] = tile\n",
     ),
     "uncommitted": (
-        """                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(tiles""",
-        "                plgpu.copy_smem_to_gmem(tiles",
+        """    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared.tile""",
+        "    plgpu.copy_smem_to_gmem(shared.tile",
     ),
-    "unwritten tile": ("@pl.when(j < config.ratio * i)", "@pl.when(j < 0)"),
-    "transposed tile": ("mirror.T[...] = tile", "mirror[...] = tile"),
+    "unwritten tile": ("@pl.when(place.is_mirrored)", "@pl.when(place.slot < 0)"),
+    "transposed tile": ("shared.mirror.T[...] = tile", "shared.mirror[...] = tile"),
 }
 
 # The config each fault is planted in; it must leave the kernel well-formed.

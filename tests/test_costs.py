@@ -155,10 +155,13 @@ def test_measuring_is_refused_in_a_trace_that_nothing_preceded(timer):
     tx = dmuon(0.1, costs="measured")
     for costs in ("measured", OFF):
         tx = dmuon(0.1, costs=costs)
-        with pytest.raises(ValueError, match="costs must be measured beforehand .*traced"):
+        with pytest.raises(
+            ValueError, match="costs must be measured beforehand .*traced"
+        ):
             jax.jit(tx.init)(params)
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            params,
         )
         with pytest.raises(ValueError, match="costs must be measured beforehand"):
             plan_owners(shapes, costs=costs)
@@ -260,7 +263,9 @@ def test_two_processes_use_the_first_ones_table(tmp_path):
     assert first["plan"] == second["plan"]
     assert "measured in one process" in first["refused"]
     table = TableCost.from_json(first["table"])
-    assert first["table"] == second["table"] and table.time_us((12, 16), 1, "gram") == 2.0
+    assert (
+        first["table"] == second["table"] and table.time_us((12, 16), 1, "gram") == 2.0
+    )
     assert len(list((tmp_path / "cache").iterdir())) == 12
 
 
@@ -295,3 +300,18 @@ def test_a_kill_of_the_measuring_process_ends_the_others(tmp_path):
     """
     outcomes = run_processes(2, "measure", tmp_path / "run", cache=False, how="die")
     assert outcomes[0].code == -9 and outcomes[1].code != 0
+
+
+def test_what_stands_in_the_way_of_measuring(monkeypatch):
+    x = [np.zeros((4, 4), np.float32)]
+    assert costs_module.obstacle(x, None) == ""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    assert costs_module.obstacle(x, mesh) == ""
+    assert costs_module.obstacle(x, mesh.abstract_mesh) == "the mesh has no devices"
+    shape = [jax.ShapeDtypeStruct((4, 4), np.float32)]
+    assert "abstract" in costs_module.obstacle(shape, mesh)
+    # As if some of the mesh's devices were another process's, and a third had none.
+    monkeypatch.setattr(costs_module, "spans_processes", lambda mesh: True)
+    assert costs_module.obstacle(x, mesh) == ""
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    assert "processes [0], neither one's own nor all" in costs_module.obstacle(x, mesh)

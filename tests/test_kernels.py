@@ -206,6 +206,16 @@ def test_verdicts_decide_where_they_have_an_entry():
     assert hash(verdicts) == hash(same)
 
 
+def test_verdicts_hold_for_what_their_own_tiles_pad_to():
+    """Operands are padded to the tile before the kernel is asked for again."""
+    problem = kernels.Problem("gram", 1, 1920, 4000, "float16")
+    wide = kernels.Choice("pallas_triton", TileConfig(256, 128), "measured")
+    verdicts = kernels.Verdicts("NVIDIA H200", ((problem, wide),))
+    assert chosen("gram", (1, 1920, 4000), "float16", H200, verdicts) == wide
+    assert chosen("gram", (1, 2048, 4096), "float16", H200, verdicts) == wide
+    assert chosen("gram", (1, 2112, 4096), "float16", H200, verdicts) != wide
+
+
 def test_xla_is_always_a_candidate():
     problem = kernels.Problem("gram", 2, 2048, 8192, "float16")
     for kind, num_cores in (H200, A100, B200, T4):

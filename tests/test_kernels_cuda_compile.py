@@ -25,6 +25,7 @@ pytestmark = [
 
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
 X, R = ((2, 1024, 2048), "float16"), ((2, 1024, 1024), "float16")
+STEPS = np.array([[3.4445, -4.7750, 2.0315]] * 5, np.float32)
 SERIALISED = "each product waits for the one before"
 FLAGS, THREE = ((2,), "bool"), ((3,), "float32")
 
@@ -126,18 +127,46 @@ def test_chains(architecture, name, sides, num_warps, tmp_path):
     assert max(code.count(each) for each in ("HMMA", "HGMMA", "UTCHMMA")) > 0
 
 
+@pytest.mark.parametrize("architecture", MATRIX_INSTRUCTION)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("gram", (1, 7168, 18432)),
+        ("gram", (1, 512, 18432)),
+        ("gram", (4096, 256, 256)),
+        ("symmetric_matmul", (1, 7168, 7168)),
+        ("direct_chain", (4096, 64, 64)),
+        ("polynomial_chain", (4096, 64, 64)),
+    ],
+)
+def test_large_shapes_and_batches_are_one_launch(architecture, name, shape):
+    """No padding, no copies, no temporary memory."""
+
+    def call(x):
+        if name == "gram":
+            return kernels.gram(x)
+        if name == "symmetric_matmul":
+            return kernels.symmetric_matmul(x, x, x, STEPS[0])
+        return vars(kernels)[name](x, STEPS)
+
+    compiled = deviceless.compile_for(architecture, call, (shape, "float16"))
+    entry = compiled.as_text().split("ENTRY ", 1)[1]
+    launched = re.findall(r" (fusion|custom-call|copy|transpose|convert|pad)\(", entry)
+    assert launched == ["custom-call"]
+    assert compiled.memory_analysis().temp_size_in_bytes <= 64 * 1024
+
+
 def test_a_whole_step_has_as_few_kernels_as_it_can():
     """Normalise and cast once, then products: nothing copied or padded in between.
 
     Two passes for the norm, one to cast; 2 Gram matrices and 14 polynomial products in
     16 kernels; 2 sums that start Q; 2 plain products.
     """
-    steps = np.array([[3.4445, -4.7750, 2.0315]] * 5, np.float32)
 
     def step(x):
         norm = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
         x = (x / (norm + 1e-7)).astype(jnp.float16)
-        for part in (steps[:2], steps[2:]):
+        for part in (STEPS[:2], STEPS[2:]):
             q = kernels.polynomial_chain(kernels.gram(x), part)
             x = kernels.matmul(q, x)
         return x

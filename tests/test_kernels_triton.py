@@ -23,10 +23,10 @@ STEPS = np.array(
 VALID = jnp.array([True, False, True])
 
 
-def no_worse(value, baseline, reference):
-    """Errors at most 1.5 times those of XLA, which also rounds once to 16 bits."""
+def ratio(value, baseline, reference):
+    """The error over that of XLA, which also rounds once to 16 bits."""
     error = cases.relative_error(value, reference)
-    assert error <= 1.5 * cases.relative_error(baseline, reference), error
+    return error / cases.relative_error(baseline, reference)
 
 
 @pytest.mark.parametrize(
@@ -43,16 +43,14 @@ def test_products_for_every_config(config, dtype):
     r = pallas_triton.gram(x, VALID, config, True)
     assert r.dtype == x.dtype and not np.any(r[1])
     kept = np.array([0, 2])
-    no_worse(r[kept], xla.gram(x[kept]), cases.gram(x[kept]))
+    assert ratio(r[kept], xla.gram(x[kept]), cases.gram(x[kept])) <= 1.5
     r = r.at[1].set(jnp.nan)
     d = pallas_triton.symmetric_matmul(r, r, r, COEFFICIENTS, VALID, config, True)
     assert d.dtype == x.dtype and not np.any(d[1])
     r = r[kept]
-    no_worse(
-        d[kept],
-        xla.symmetric_matmul(r, r, r, COEFFICIENTS),
-        cases.symmetric_matmul(r, r, r, COEFFICIENTS),
-    )
+    baseline = xla.symmetric_matmul(r, r, r, COEFFICIENTS)
+    reference = cases.symmetric_matmul(r, r, r, COEFFICIENTS)
+    assert ratio(d[kept], baseline, reference) <= 1.5
 
 
 def test_products_without_flags_and_without_c():
@@ -61,7 +59,7 @@ def test_products_without_flags_and_without_c():
     r = pallas_triton.gram(x, None, config, True)
     d = pallas_triton.symmetric_matmul(r, r, None, COEFFICIENTS, None, config, True)
     reference = cases.symmetric_matmul(r, r, None, COEFFICIENTS)
-    no_worse(d, xla.symmetric_matmul(r, r, None, COEFFICIENTS), reference)
+    assert ratio(d, xla.symmetric_matmul(r, r, None, COEFFICIENTS), reference) <= 1.5
 
 
 @pytest.mark.parametrize(
@@ -71,13 +69,11 @@ def test_ragged_shapes_through_the_entry_points(batch, size, depth):
     x = cases.matrices((*batch, size, depth), "float16")
     r = kernels.gram(x, implementation=INTERPRETED)
     assert r.shape == (*batch, size, size)
-    no_worse(r, kernels.gram(x), cases.gram(x))
+    assert ratio(r, kernels.gram(x), cases.gram(x)) <= 1.5
     d = kernels.symmetric_matmul(r, r, r, COEFFICIENTS, implementation=INTERPRETED)
-    no_worse(
-        d,
-        kernels.symmetric_matmul(r, r, r, COEFFICIENTS),
-        cases.symmetric_matmul(r, r, r, COEFFICIENTS),
-    )
+    baseline = kernels.symmetric_matmul(r, r, r, COEFFICIENTS)
+    reference = cases.symmetric_matmul(r, r, r, COEFFICIENTS)
+    assert ratio(d, baseline, reference) <= 1.5
 
 
 @pytest.mark.parametrize(
@@ -90,10 +86,12 @@ def test_chains_on_chip(size, depth, dtype):
     y = kernels.direct_chain(x, STEPS, valid=VALID, implementation=INTERPRETED)
     assert y.shape == x.shape and y.dtype == x.dtype and not np.any(y[1])
     x = x[kept]
-    no_worse(y[kept], kernels.direct_chain(x, STEPS), cases.direct_chain(x, STEPS))
+    baseline, reference = kernels.direct_chain(x, STEPS), cases.direct_chain(x, STEPS)
+    assert ratio(y[kept], baseline, reference) <= 1.5
     r = kernels.gram(x)
     q = kernels.polynomial_chain(r, STEPS, implementation=INTERPRETED)
-    no_worse(q, kernels.polynomial_chain(r, STEPS), cases.polynomial_chain(r, STEPS))
+    baseline = kernels.polynomial_chain(r, STEPS)
+    assert ratio(q, baseline, cases.polynomial_chain(r, STEPS)) <= 1.5
 
 
 def test_large_chains_are_composed_of_tiled_products():
@@ -104,7 +102,21 @@ def test_large_chains_are_composed_of_tiled_products():
     ):
         value = chain(operand, STEPS[:2], implementation=INTERPRETED)
         reference = chain(operand.astype(jnp.float32), STEPS[:2])
-        no_worse(value, chain(operand, STEPS[:2]), np.float64(reference))
+        assert ratio(value, chain(operand, STEPS[:2]), np.float64(reference)) <= 1.5
+
+
+def test_a_long_contracted_axis():
+    """As long as the largest that shipped models have."""
+    x = cases.matrices((1, 64, 18432), "float16")
+    r = kernels.gram(x, implementation=INTERPRETED)
+    assert ratio(r, kernels.gram(x), cases.gram(x)) <= 1.5
+
+
+@pytest.mark.parametrize("batch", [1, 4096])
+def test_batches_of_any_size(batch):
+    x = cases.matrices((batch, 8, 16), "float16")
+    y = kernels.direct_chain(x, STEPS, implementation=INTERPRETED)
+    assert ratio(y, kernels.direct_chain(x, STEPS), cases.direct_chain(x, STEPS)) <= 1.5
 
 
 def test_the_interpreted_kernel_is_what_ran():

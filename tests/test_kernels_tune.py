@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -66,8 +67,26 @@ def test_a_right_and_slower_candidate_loses(quick):
         (TILE, TILE.replace("tile", "tile * jnp.nan"), "error must be at most"),
         ("pl.when(valid[slot] == 0)", "pl.when(valid[slot] == 2)", "EMPTY slot"),
         ("d[slot, columns, rows] = tile.T", "raise ValueError('no')", "ValueError: no"),
+        (
+            "d[slot, columns, rows] = tile.T",
+            "raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: shared memory')",
+            "JaxRuntimeError: RESOURCE_EXHAUSTED: shared memory",
+        ),
+        (
+            "d[slot, columns, rows] = tile.T",
+            "raise NotImplementedError('not here')",
+            "NotImplementedError: not here",
+        ),
     ],
-    ids=["transposed", "5 % off", "NaN", "EMPTY slots not zeroed", "does not compile"],
+    ids=[
+        "transposed",
+        "5 % off",
+        "NaN",
+        "EMPTY slots not zeroed",
+        "does not compile",
+        "out of memory",
+        "not implemented",
+    ],
 )
 def test_a_wrong_candidate_cannot_win(quick, monkeypatch, old, new, failure):
     """However fast it is.
@@ -80,8 +99,33 @@ def test_a_wrong_candidate_cannot_win(quick, monkeypatch, old, new, failure):
     monkeypatch.setattr(pallas_triton, "gram", wrong.gram)
     xla, other = tune.measure(dataclasses.replace(PROBLEM, rows=100), [CANDIDATE])
     assert failure in other.failure and other.time_us is None
+    # A relative error, or none where it did not run; NaN where there are NaNs.
+    assert (other.error is None) == ("Error" in failure)
     ((_, choice),) = tune.judge("cpu", [xla, other]).entries
     assert choice.implementation == "xla" and quick == ["xla"]
+
+
+def test_a_candidate_that_fails_when_timed_cannot_win(monkeypatch):
+    def time_us(function, *operands):
+        ((_, choice),) = function.keywords["implementation"].entries
+        if choice.implementation != "xla":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return 5.0
+
+    monkeypatch.setattr(tune, "time_us", time_us)
+    found = tune.measure(PROBLEM, [CANDIDATE])
+    assert found[1].failure == "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    ((_, choice),) = tune.judge("cpu", found).entries
+    assert choice.implementation == "xla"
+
+
+def test_nothing_is_judged_where_xla_fails(monkeypatch):
+    def time_us(function, *operands):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(tune, "time_us", time_us)
+    with pytest.raises(RuntimeError, match="XLA failed on .*gram.* RESOURCE_EXHAUSTED"):
+        tune.measure(PROBLEM, [CANDIDATE])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers
 
 from dmuon_jax import UpdatePath, measure, measure_costs, plan_owners, update_time
-from dmuon_jax.measure import OUT_OF_MEMORY, OUT_OF_TIME, ordered_points
+from dmuon_jax.measure import NOT_NEEDED, OUT_OF_MEMORY, OUT_OF_TIME, ordered_points
 from dmuon_jax.planning.batches import even_batches, measured_batches, plan_batches
 from dmuon_jax.planning.cost import RooflineCost, TableCost, source_of
 from dmuon_jax.planning.devices import CPU
@@ -37,6 +37,7 @@ def timer(monkeypatch):
 
     def time_update_us(point, path, device):
         timed.append((point, path))
+        assert device == measure.default_device()
         return 10 * roofline(point.shape, point.batch, point.method)
 
     monkeypatch.setattr(measure, "time_update_us", time_update_us)
@@ -44,7 +45,16 @@ def timer(monkeypatch):
 
 
 def by_point(table):
-    return {(t.shape, t.batch, t.method): t for t in table.timings}
+    """The points asked for, without what comes after the largest batch."""
+    return {
+        (t.shape, t.batch, t.method): t
+        for t in table.timings
+        if t.estimated != NOT_NEEDED
+    }
+
+
+def estimated(table):
+    return [t for t in by_point(table).values() if t.estimated]
 
 
 @pytest.mark.parametrize("method", ["direct", "gram"])
@@ -116,13 +126,21 @@ def test_the_most_telling_points_come_first(timer):
 
 def test_larger_batches_never_take_less(monkeypatch):
     noisy = {1: 9.0, 2: 3.0, 4: 20.0, 16: 12.0}
-    monkeypatch.setattr(
-        measure, "time_update_us", lambda point, *_: noisy[point.batch]
-    )
+    monkeypatch.setattr(measure, "time_update_us", lambda point, *_: noisy[point.batch])
     table = measure_costs({(8, 16): 16}, method="direct", cache=False)
     times = [table.time_us((8, 16), batch, "direct") for batch in range(1, 40)]
     assert times[:2] == [9.0, 9.0] and times[3] == 20.0
     assert times == sorted(times)
+
+
+def test_a_row_that_is_level_rises_beyond_the_largest_batch(monkeypatch):
+    monkeypatch.setattr(measure, "time_update_us", lambda *_: 50.0)
+    table = measure_costs({(8, 16): 3}, method="gram", cache=False)
+    assert [table.time_us((8, 16), batch, "gram") for batch in (1, 2, 4)] == [50.0] * 3
+    rise = roofline((8, 16), 16, "gram") / roofline((8, 16), 4, "gram")
+    assert rise > 1.1
+    assert table.time_us((8, 16), 16, "gram") == pytest.approx(50.0 * rise)
+    assert table.time_us((8, 16), 30, "gram") > table.time_us((8, 16), 16, "gram")
 
 
 def test_results_are_kept_and_not_timed_again(timer, tmp_path, caplog):
@@ -161,17 +179,17 @@ def test_another_path_is_another_entry(timer, tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
+    ("name", "value"),
     [
-        (jax, "__version__"),
-        (update_time.jaxlib, "__version__"),
-        (update_time, "KERNELS_VERSION"),
+        ("jax.__version__", "0.0.1"),
+        ("importlib.metadata.version", lambda name: "0.0.1"),
+        ("dmuon_jax.update_time.KERNELS_VERSION", 0),
     ],
 )
-def test_another_version_is_another_entry(timer, tmp_path, monkeypatch, module, name):
+def test_another_version_is_another_entry(timer, tmp_path, monkeypatch, name, value):
     measure_costs({(4, 4): 1}, cache=tmp_path)
     number = len(timer)
-    monkeypatch.setattr(module, name, "0.0.1")
+    monkeypatch.setattr(name, value)
     measure_costs({(4, 4): 1}, cache=tmp_path)
     assert len(timer) == 2 * number
 
@@ -194,7 +212,7 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(timer, tmp_path):
     (tmp_path / "home").write_text("")
     with pytest.warns(UserWarning, match="10 not kept") as caught:
         table = measure_costs(WORK, cache=tmp_path / "home" / "cache")
-    assert len(caught) == 1 and not any(t.estimated for t in table.timings)
+    assert len(caught) == 1 and not estimated(table)
 
 
 def test_without_time_the_roofline_is_used_and_said(timer):
@@ -226,7 +244,7 @@ def test_time_that_runs_out_leaves_the_scaled_roofline(monkeypatch, tmp_path):
     # Estimates are not kept: the next run times them, and then nothing is missing.
     assert len(list(tmp_path.iterdir())) == 4
     again = measure_costs(WORK, cache=tmp_path, budget_s=1000.0)
-    assert not any(t.estimated for t in again.timings) and now[0] == 100.0
+    assert not estimated(again) and now[0] == 100.0
 
 
 def test_no_timing_is_begun_that_would_take_too_long(monkeypatch):
@@ -302,7 +320,15 @@ print(len(done), table.time_us((8, 16), 8, "gram"), table.time_us((4, 4), 1, "gr
 """
 
     def run(deadly):
-        command = [sys.executable, "-W", "error", "-c", code, str(tmp_path), str(deadly)]
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            code,
+            str(tmp_path),
+            str(deadly),
+        ]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=120
@@ -313,6 +339,32 @@ print(len(done), table.time_us((8, 16), 8, "gram"), table.time_us((4, 4), 1, "gr
     done = run(99)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["7", "800.0", "100.0"]
+
+
+def test_the_device_is_the_default_one_or_as_named(monkeypatch):
+    devices = []
+    monkeypatch.setattr(
+        measure,
+        "time_update_us",
+        lambda point, path, device: devices.append(device) or 1.0,
+    )
+    work = {"work": {(4, 4): 1}, "method": "gram", "cache": False}
+    first, second, third = jax.devices()[:3]
+    measure_costs(**work)
+    with jax.default_device(second):
+        measure_costs(**work)
+        measure_costs(**work, device=third)
+    with jax.default_device("cpu"):
+        measure_costs(**work)
+    assert devices[::2] == [first, second, third, first]
+
+
+def test_complex_plans_are_timed_in_the_platforms_dtypes(timer):
+    plan = plan_owners({"a": jnp.zeros((4, 4), jnp.complex64)})
+    measure_costs(plan, cache=False)
+    assert {(p.compute_dtype, p.exchange_dtype) for _, p in timer} == {
+        ("float32", "float32")
+    }
 
 
 def test_a_plan_tells_what_to_measure(timer):

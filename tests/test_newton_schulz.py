@@ -13,6 +13,7 @@ from dmuon_jax.coefficients import YOU
 from dmuon_jax.gram import default_restarts, gram_iterations
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.polar_express import polar_express
+from tests import kernel_cases as cases
 from tests.references import (
     JORDAN,
     normal,
@@ -348,3 +349,53 @@ def test_double_precision():
         assert found.dtype == jnp.float64
         # The kernels keep the coefficients in float32.
         assert relative(found, right) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 64), (2, 32, 64)])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("method", ["direct", "gram"])
+def test_memory_does_not_grow_with_the_number_of_steps(method, dtype, shape):
+    def temporary(steps):
+        def run(x, row):
+            return orthogonalize_batch(
+                x, row, steps, method=method, compute_dtype=dtype
+            )
+
+        compiled = jax.jit(run).lower(jnp.ones(shape), jnp.ones(3)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # 16 coefficients a step beside the matrices.
+    assert temporary(20) <= temporary(5) + 15 * 16 * 4
+
+
+@pytest.mark.parametrize("method", ["direct", "gram"])
+@pytest.mark.parametrize("shape", [(2, 300, 700), (1, 257, 257)])
+def test_matrices_are_padded_once(method, shape):
+    """For a GPU whose kernels want multiples of their tiles; nothing else is padded."""
+    mesh = cases.abstract_mesh("NVIDIA A100", 108)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(
+            lambda x, row: orthogonalize_batch(
+                x, row, 5, method=method, compute_dtype=jnp.float16
+            )
+        )(jnp.ones(shape), jnp.ones(3))
+    text = str(jaxpr)
+    assert text.count("pallas_call") > 10 and text.count(" pad[") == 1
+
+
+def test_padding_changes_nothing():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 70, 100)), jnp.float32)
+    found = {
+        implementation: orthogonalize_batch(
+            x,
+            jnp.asarray(JORDAN),
+            5,
+            method="gram",
+            compute_dtype=jnp.float16,
+            implementation=implementation,
+        )
+        for implementation in ("xla", "pallas_triton_interpret")
+    }
+    first, second = (np.asarray(y, np.float64) for y in found.values())
+    assert first.shape == second.shape == x.shape
+    assert relative(second, first) < 5e-3

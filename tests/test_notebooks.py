@@ -46,8 +46,7 @@ def test_there_are_five():
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
 )
-def test_notebook_runs(build, name, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+def test_notebook_runs(build, name):
     notebook = build.notebook_of(name)
     build.execute(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

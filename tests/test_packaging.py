@@ -20,11 +20,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def python(*arguments, cwd=ROOT, **environment):
-    """Output of a Python process that must succeed."""
+    """Output of a Python process that must succeed; it sees only the paths given."""
+    own = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [str(argument) for argument in arguments],
         cwd=cwd,
-        env=os.environ | environment,
+        env=own | environment,
         capture_output=True,
         text=True,
     )

@@ -203,6 +203,25 @@ def test_stacks_are_charged_by_the_slice():
     assert sizes == {"a": 32 + 32 + 4, "b": 32 + 32 + 4, "n": 2 * 3200}
 
 
+def test_casts_and_repeated_operands_are_charged_once_and_whole():
+    cast = """%cast (s: f16[8]) -> f32[8] {
+  %s = f16[8] parameter(0)
+  ROOT %c = f32[8] convert(%s)
+}
+
+"""
+    text = cast + entry(
+        "%s = f16[8] parameter(0)",
+        "%c = f32[8] fusion(%s), kind=kLoop, calls=%cast",
+        "ROOT %m = f32[8] multiply(%c, %c)",
+    )
+    module = parse(HEAD + text)
+    sizes = [
+        memory_bytes(module, module.entry, module.entry.by_name[name]) for name in "cm"
+    ]
+    assert sizes == [16 + 32, 32 + 32]
+
+
 def test_collectives_within_and_across_nodes():
     def cost(kind, groups):
         return collective_us(UNIT, kind, 1000, groups)

@@ -120,7 +120,9 @@ def work_for(arguments: argparse.Namespace) -> Work:
         max_owner_bytes=arguments.max_owner_mib and arguments.max_owner_mib * MIB,
     )
     cost = costs_for(arguments, leaves, settings)
-    return leaves, settings if cost is None else dataclasses.replace(settings, cost=cost)
+    if cost is not None:
+        settings = dataclasses.replace(settings, cost=cost)
+    return leaves, settings
 
 
 def read_costs(path: pathlib.Path) -> TableCost:

@@ -13,7 +13,8 @@ from dmuon_jax.kernels import tune
 from dmuon_jax.kernels.records import default_directory
 from dmuon_jax.kernels.select import Problem, candidates
 from dmuon_jax.kernels.support import target_device
-from dmuon_jax.planning.plan import Bucket, Plan
+from dmuon_jax.planning.groups import Bucket
+from dmuon_jax.planning.plan import Plan
 
 EXAMPLES = """examples:
   dmuon-jax tune --model qwen2.5-1.5b --mesh fsdp=8

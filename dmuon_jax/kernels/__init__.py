@@ -8,6 +8,7 @@ from dmuon_jax.kernels.api import (
     polynomial_chain,
     symmetric_matmul,
 )
+from dmuon_jax.kernels.pallas_common import pad_matrices
 from dmuon_jax.kernels.select import Choice, Problem, Verdicts, choose
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "direct_chain",
     "gram",
     "matmul",
+    "pad_matrices",
     "pad_multiple",
     "polynomial_chain",
     "symmetric_matmul",

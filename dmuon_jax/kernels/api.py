@@ -132,7 +132,7 @@ def polynomial_chain(
         product = functools.partial(
             symmetric_matmul, valid=valid, implementation=implementation
         )
-        return xla.keep_valid(chains.polynomial_chain(r, coefficients, product), valid)
+        return chains.polynomial_chain(r, coefficients, product, valid)
 
     return _chain("polynomial_chain", composed, implementation, r, coefficients, valid)
 
@@ -164,13 +164,13 @@ def direct_chain(
 
     def composed(x, coefficients, valid, implementation="xla"):
         given = {"valid": valid, "implementation": implementation}
-        result = chains.direct_chain(
+        return chains.direct_chain(
             x,
             coefficients,
             functools.partial(gram, **given),
             functools.partial(symmetric_matmul, **given),
+            valid,
         )
-        return xla.keep_valid(result, valid)
 
     return _chain("direct_chain", composed, implementation, x, coefficients, valid)
 

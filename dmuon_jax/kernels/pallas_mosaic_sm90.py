@@ -7,6 +7,7 @@ multiply, each its own rows of the tile, and store the tile and its mirror image
 Roofline: as in `pallas_triton`, with 128 x 128 tiles at 64 FLOPs per byte through L2.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -61,111 +62,199 @@ def _ignore(*args, **kwargs):
     del args, kwargs
 
 
-def _kernel(
-    order, valid, coefficients, a, b, c, d, *, config: TileConfig, is_gram: bool
-):
-    """All tiles this program computes; *valid*, *coefficients*, *c* may be None."""
+@dataclasses.dataclass(frozen=True)
+class _Global:
+    """What a kernel is given, in global memory; None where it has no such operand."""
+
+    order: Any
+    valid: Any
+    coefficients: Any
+    a: Any
+    b: Any
+    c: Any
+    d: Any
+
+    @property
+    def is_gram(self) -> bool:
+        """Whether the product is `a b^T`, without coefficients."""
+        return self.coefficients is None
+
+    def num_steps(self, config: TileConfig) -> int:
+        """Slices of the contracted axis."""
+        return self.a.shape[2] // config.depth
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """A warpgroup's shared memory.
+
+    Attributes:
+      slices: of the operands, in flight; common to all warpgroups.
+      tile: its rows of a tile: of c, then of the result.
+      mirror: their mirror image; the same memory as *tile* where that is square.
+      arrived: the barrier that c in *tile* passes; None without c.
+    """
+
+    slices: Any
+    tile: Any
+    mirror: Any
+    arrived: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tile, and this warpgroup's rows of it, lie in the result."""
+
+    slot: Any
+    rows: Any
+    own: Any
+    columns: Any
+    is_mirrored: Any
+
+
+def _group_rows(config: TileConfig) -> int:
+    """Rows of a tile that one warpgroup computes."""
+    return config.rows // (config.num_warps // 4)
+
+
+def _place(loop, group, order, config: TileConfig) -> _Place:
+    """The place of the tile that a turn of the persistent loop is for."""
+    slot, step = loop.index
+    i, j = order[step, 0], order[step, 1]
+    group_rows = _group_rows(config)
+    return _Place(
+        slot=slot,
+        rows=pl.ds(i * config.rows, config.rows),
+        own=pl.ds(i * config.rows + group * group_rows, group_rows),
+        columns=pl.ds(j * config.columns, config.columns),
+        is_mirrored=j < config.ratio * i,
+    )
+
+
+def _scratch(given: _Global, config: TileConfig) -> dict[str, Any]:
+    """The shared memory of all warpgroups; no "mirrors" where those share "tiles"."""
     num_groups = config.num_warps // 4
-    group_rows = config.rows // num_groups
-    shape = (group_rows, config.columns)
-    batch, _, depth = a.shape
-    num_steps = depth // config.depth
-    tile_buffer = functools.partial(plgpu.SMEM, dtype=d.dtype, transforms=_TRANSFORMS)
+    shape = (_group_rows(config), config.columns)
+    tile_buffer = functools.partial(
+        plgpu.SMEM, dtype=given.d.dtype, transforms=_TRANSFORMS
+    )
+    pipeline = _pipeline(
+        _ignore, _ignore, config, given.is_gram, given.num_steps(config)
+    )
     scratch = {
-        "slices": _pipeline(
-            _ignore, _ignore, config, is_gram, num_steps
-        ).get_allocations(a.at[0], b.at[0]),
+        "slices": pipeline.get_allocations(given.a.at[0], given.b.at[0]),
         "tiles": tile_buffer((num_groups, *shape)),
     }
-    is_shared = group_rows == config.columns
-    if not is_shared:
+    if shape[0] != shape[1]:
         scratch["mirrors"] = tile_buffer((num_groups, *shape[::-1]))
-    if c is not None:
+    if given.c is not None:
         scratch["arrived"] = plgpu.Barrier(num_barriers=num_groups)
+    return scratch
+
+
+def _store(tile, place: _Place, shared: _Shared, d):
+    """Stores a warpgroup's rows, and their mirror image where that is no other tile."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    shared.tile[...] = tile
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(shared.tile, d.at[place.slot, place.own, place.columns])
+
+    @pl.when(place.is_mirrored)
+    def _():
+        if shared.mirror is shared.tile:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        shared.mirror.T[...] = tile
+        plgpu.commit_smem()
+        to = d.at[place.slot, place.columns, place.own]
+        plgpu.copy_smem_to_gmem(shared.mirror, to)
+
+
+def _epilogue(total, place: _Place, given: _Global, shared: _Shared):
+    """`alpha total + beta c + gamma I`, the latter two where they pass the tile."""
+    total = total * given.coefficients[0]
+    if given.c is not None:
+        plgpu.barrier_wait(shared.arrived)
+        total += given.coefficients[1] * shared.tile[...].astype(jnp.float32)
+    iota = functools.partial(
+        plgpu.broadcasted_iota, jnp.int32, total.shape, layout=plgpu.Layout.WGMMA
+    )
+    row = place.own.start + iota(dimension=0)
+    column = place.columns.start + iota(dimension=1)
+    return total + jnp.where(row == column, given.coefficients[2], 0.0)
+
+
+def _compute(place: _Place, group, given: _Global, shared: _Shared, config):
+    """One tile: all products along the contracted axis, the epilogue, the stores."""
+    shape = (_group_rows(config), config.columns)
+    is_gram, num_steps = given.is_gram, given.num_steps(config)
+
+    def context(run_pipeline):
+        if given.c is not None:
+            # To where the result will be put, once the tile before has left it.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            own = given.c.at[place.slot, place.own, place.columns]
+            plgpu.copy_gmem_to_smem(own, shared.tile, shared.arrived)
+
+        @functools.partial(pl.run_scoped, sums=_sums(shape, jnp.float32))
+        def _(sums):
+            run_pipeline(sums)
+            total = sums[...]
+            if not is_gram:
+                total = _epilogue(total, place, given, shared)
+            _store(total.astype(given.d.dtype), place, shared, given.d)
+
+    def multiply(_, left, right, sums):
+        left = left.at[pl.ds(group * shape[0], shape[0])]
+        plgpu.wgmma(sums, left, right.T if is_gram else right)
+        plgpu.wgmma_wait(1 if num_steps > 1 else 0)
+        return sums
+
+    columns = (place.columns,) if is_gram else (slice(None), place.columns)
+    _pipeline(multiply, context, config, is_gram, num_steps)(
+        given.a.at[place.slot, place.rows],
+        given.b.at[(place.slot, *columns)],
+        allocations=shared.slices,
+    )
+
+
+def _kernel(given: _Global, config: TileConfig):
+    """All tiles this program computes."""
+    num_groups = config.num_warps // 4
+    scratch = _scratch(given, config)
 
     @functools.partial(pl.run_scoped, **scratch, collective_axes="warpgroup")
     def _(slices, tiles, mirrors: Any = None, arrived: Any = None):
         group = jax.lax.axis_index("warpgroup")
-        mirror = (tiles if is_shared else mirrors).at[group]
+        tile = tiles.at[group]
+        shared = _Shared(
+            slices=slices,
+            tile=tile,
+            mirror=tile if mirrors is None else mirrors.at[group],
+            arrived=None if arrived is None else arrived.at[group],
+        )
+        turns = (given.d.shape[0], given.order.shape[0])
 
-        @plgpu.nd_loop((batch, order.shape[0]), collective_axes="multiprocessor")
+        @plgpu.nd_loop(turns, collective_axes="multiprocessor")
         def _(loop):
-            slot, step = loop.index
-            i, j = order[step, 0], order[step, 1]
-            rows = pl.ds(i * config.rows, config.rows)
-            own = pl.ds(i * config.rows + group * group_rows, group_rows)
-            columns = pl.ds(j * config.columns, config.columns)
-
-            def store(tile):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                tiles[group] = tile
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(tiles.at[group], d.at[slot, own, columns])
-
-                @pl.when(j < config.ratio * i)
-                def _():
-                    if is_shared:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    mirror.T[...] = tile
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(mirror, d.at[slot, columns, own])
-
-            def epilogue(total):
-                total = total * coefficients[0]
-                if c is not None:
-                    plgpu.barrier_wait(arrived.at[group])
-                    total += coefficients[1] * tiles[group].astype(jnp.float32)
-                iota = functools.partial(
-                    plgpu.broadcasted_iota, jnp.int32, shape, layout=plgpu.Layout.WGMMA
-                )
-                row = own.start + iota(dimension=0)
-                column = columns.start + iota(dimension=1)
-                return total + jnp.where(row == column, coefficients[2], 0.0)
-
-            def context(run_pipeline):
-                if c is not None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.copy_gmem_to_smem(
-                        c.at[slot, own, columns], tiles.at[group], arrived.at[group]
-                    )
-
-                @functools.partial(pl.run_scoped, sums=_sums(shape, jnp.float32))
-                def _(sums):
-                    run_pipeline(sums)
-                    total = sums[...]
-                    store((total if is_gram else epilogue(total)).astype(d.dtype))
-
-            def multiply(_, left, right, sums):
-                left = left.at[pl.ds(group * group_rows, group_rows)]
-                plgpu.wgmma(sums, left, right.T if is_gram else right)
-                plgpu.wgmma_wait(1 if num_steps > 1 else 0)
-                return sums
-
-            def compute():
-                _pipeline(multiply, context, config, is_gram, num_steps)(
-                    a.at[slot, rows],
-                    b.at[slot, columns] if is_gram else b.at[slot, :, columns],
-                    allocations=slices,
-                )
-
-            if valid is None:
+            place = _place(loop, group, given.order, config)
+            compute = functools.partial(_compute, place, group, given, shared, config)
+            if given.valid is None:
                 compute()
                 return
-            is_valid = valid[slot] != 0
+            is_valid = given.valid[place.slot] != 0
             pl.when(is_valid)(compute)
 
             @pl.when(jnp.logical_not(is_valid) & (group < num_groups))
             def _():
-                zeros = jnp.zeros(shape, d.dtype)
-                store(plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+                zeros = jnp.zeros(tile.shape, given.d.dtype)
+                zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+                _store(zeros, place, shared, given.d)
 
     plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "is_gram", "num_cores", "interpret")
-)
-def _product(a, b, c, coefficients, valid, *, config, is_gram, num_cores, interpret):
+@functools.partial(jax.jit, static_argnames=("config", "num_cores", "interpret"))
+def _product(a, b, c, coefficients, valid, *, config, num_cores, interpret):
     batch, size, _ = a.shape
     order = jnp.asarray(triangle_order(size // config.rows, config))
     operands = {"order": order, "a": a, "b": b, "c": c}
@@ -177,9 +266,11 @@ def _product(a, b, c, coefficients, valid, *, config, is_gram, num_cores, interp
     arrays = varying_together(*(operands[name] for name in names))
 
     def body(*refs):
-        given: dict[str, Any] = dict.fromkeys(("order", "valid", "coefficients", "a", "b", "c"))
-        given.update(zip(names, refs, strict=False))
-        _kernel(**given, d=refs[-1], config=config, is_gram=is_gram)
+        given: dict[str, Any] = dict.fromkeys(
+            ("order", "valid", "coefficients", "a", "b", "c")
+        )
+        given.update(zip([*names, "d"], refs, strict=True))
+        _kernel(_Global(**given), config)
 
     result = plgpu.kernel(
         body,
@@ -188,7 +279,7 @@ def _product(a, b, c, coefficients, valid, *, config, is_gram, num_cores, interp
         grid_names=("multiprocessor",),
         num_threads=config.num_warps // 4 + 1,
         thread_name="warpgroup",
-        kernel_name="gram" if is_gram else "symmetric_matmul",
+        kernel_name="gram" if coefficients is None else "symmetric_matmul",
         **({"interpret": interpret} if interpret else {}),
     )(*arrays)
     return varying_together(result, arrays[0])[0]
@@ -221,7 +312,6 @@ def gram(
         None,
         valid,
         config=config,
-        is_gram=True,
         num_cores=_num_cores(num_cores),
         interpret=interpret,
     )
@@ -245,7 +335,6 @@ def symmetric_matmul(
         coefficients,
         valid,
         config=config,
-        is_gram=False,
         num_cores=_num_cores(num_cores),
         interpret=interpret,
     )

@@ -114,8 +114,12 @@ class Verdicts:
         """The choice for *problem* on *device*, or None where it was not measured."""
         if device.kind != self.device_kind:
             return None
-        found = (c for p, c in self.entries if _padded(p) == _padded(problem))
-        return next(found, None)
+        for multiple_of in (lambda choice: 64, _tile_rows):
+            for measured, choice in self.entries:
+                multiple = multiple_of(choice)
+                if _padded(measured, multiple) == _padded(problem, multiple):
+                    return choice
+        return None
 
 
 Implementation = str | Verdicts | None
@@ -269,8 +273,15 @@ def _best_tiles(problem: Problem, implementation: str, device: Device) -> TileCo
     return min(TILES[implementation], key=cost)
 
 
-def _padded(problem: Problem) -> Problem:
-    """*problem* with sides rounded up to 64: zero-padding must not change a choice."""
+def _padded(problem: Problem, multiple: int) -> Problem:
+    """*problem* with sides rounded up to *multiple*."""
     return dataclasses.replace(
-        problem, rows=round_up(problem.rows, 64), columns=round_up(problem.columns, 64)
+        problem,
+        rows=round_up(problem.rows, multiple),
+        columns=round_up(problem.columns, multiple),
     )
+
+
+def _tile_rows(choice: Choice) -> int:
+    """What the sides of operands are zero-padded to; that must not change the choice."""
+    return choice.config.rows if isinstance(choice.config, TileConfig) else 64

@@ -1,15 +1,17 @@
 """From leaves to a plan: group, price, solve, and write down who does what."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from dmuon_jax.layout import Layout, LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
 from dmuon_jax.planning.cost import source_of
-from dmuon_jax.planning.plan import Bucket, Group, Member, Plan
+from dmuon_jax.planning.counts import branches
+from dmuon_jax.planning.devices import Rates
+from dmuon_jax.planning.groups import Bucket, Group, Member, Part
+from dmuon_jax.planning.order import Clock, Load, choose_waves, in_waves
+from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import (
     METHODS,
     CostModel,
@@ -48,6 +50,8 @@ class Settings:
         of float32; leaves are then worked through in waves. None: all at once.
       max_owner_bytes: limit on the slots of an owner, of all waves together, in bytes of
         the exchange dtype; None: none.
+      overlap: rates of the device; None where collectives do not run beside other work,
+        so that their order makes no difference.
     """
 
     owner_axes: Axes
@@ -59,6 +63,7 @@ class Settings:
     bandwidths: tuple[tuple[str, float], ...] = ()
     max_wave_bytes: int | None = None
     max_owner_bytes: int | None = None
+    overlap: Rates | None = None
 
 
 def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Plan:
@@ -93,11 +98,18 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         max_owner_bytes=settings.max_owner_bytes,
     )
     solution = solve(problem)
+    group_layouts = [layouts[indices[0]] for indices in members]
     groups = tuple(
-        Group(tuple(indices), dtype, counts, waves[indices[0]])
+        Group(tuple(indices), dtype, counts, (Part(max(counts), waves[indices[0]]),))
         for indices, dtype, counts in zip(members, dtypes, solution.counts, strict=True)
     )
-    group_layouts = [layouts[indices[0]] for indices in members]
+    bounded = max(waves, default=0) > 0
+    if settings.overlap is not None and not bounded:
+        loads = tuple(
+            load(problem, group, [layouts[i] for i in group.leaves]) for group in groups
+        )
+        clock = Clock(loads, settings.cost, solution.methods, settings.overlap)
+        groups = in_waves(groups, choose_waves(clock))
     buckets = make_buckets(groups, group_layouts, solution, settings)
     return Plan(
         mesh=mesh,
@@ -111,6 +123,7 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         gap=solution.gap,
         status=solution.status,
         costs=source_of(settings.cost),
+        bounded=bounded,
     )
 
 
@@ -163,29 +176,55 @@ def allowed_methods(settings: Settings) -> tuple[Method, ...]:
 def task(
     layouts: list[LeafLayout], indices: list[int], dtype: str, number: int
 ) -> Task:
-    """One exchange group as the planner sees it.
-
-    Of the buffer of a collective over n devices, each sends n - 1 parts to the others.
-    """
+    """One exchange group as the planner sees it."""
     item = layouts[indices[0]]
-    layout, itemsize = item.layout, ITEMSIZE[dtype]
-    slot_bytes = []
-    for way in ("in", "out"):
-        side = layout.side(way)
-        exchanged, gathered = side.elements_per_slot()
-        for axes, elements in ((side.exchanged, exchanged), (side.gathered, gathered)):
-            if elements:
-                size = layout.mesh.size(axes)
-                sent = elements // size * (size - 1)
-                slot_bytes.append((axes, sent * itemsize))
-    fan_in, fan_out = layout.parcel_shape
+    fan_in, fan_out = item.layout.parcel_shape
     return Task(
         name=f"{number:06d} {item.leaf.path}",
         num_parcels=sum(layouts[i].core for i in indices),
-        free_axes=layout.free,
+        free_axes=item.layout.free,
         matrices=tuple(oriented(shape) for shape in item.leaf.matrix_shapes),
-        slot_bytes=tuple(slot_bytes),
-        parcel_bytes=fan_in * fan_out * itemsize,
+        slot_bytes=slot_bytes(item.layout, "in", dtype)
+        + slot_bytes(item.layout, "out", dtype),
+        parcel_bytes=fan_in * fan_out * ITEMSIZE[dtype],
+    )
+
+
+def slot_bytes(layout: Layout, way: str, dtype: str) -> tuple[tuple[Axes, int], ...]:
+    """Axes of each collective of one way, and what a device sends of one slot.
+
+    Of the buffer of a collective over n devices, each sends n - 1 parts to the others.
+    """
+    side, found = layout.side(way), []
+    for axes, elements in zip(
+        (side.exchanged, side.gathered), side.elements_per_slot(), strict=True
+    ):
+        if elements:
+            size = layout.mesh.size(axes)
+            found.append((axes, elements // size * (size - 1) * ITEMSIZE[dtype]))
+    return tuple(found)
+
+
+def load(problem: Problem, group: Group, items: Sequence[LeafLayout]) -> Load:
+    """One exchange group as the order sees it."""
+    layout = items[0].layout
+    in_us, out_us = (
+        problem.link_us(slot_bytes(layout, way, group.exchange_dtype))
+        for way in ("in", "out")
+    )
+    here = [
+        sum(
+            math.prod(x.leaf.shape) / layout.mesh.size(sum(spec_of(x.leaf), ()))
+            for x in items
+        )
+        for spec_of in (lambda leaf: leaf.spec_in, lambda leaf: leaf.spec_out)
+    ]
+    return Load(
+        slots=group.slots,
+        in_us=in_us,
+        out_us=out_us,
+        elements=tuple(num / max(group.slots, 1) for num in here),
+        matrices=tuple(oriented(shape) for shape in items[0].leaf.matrix_shapes),
     )
 
 
@@ -199,10 +238,11 @@ def make_buckets(
     methods = dict(solution.methods)
     keys: dict[tuple, list[Member]] = {}
     for index, item in enumerate(layouts):
-        dtype = item.layout.dtype
-        for piece, shape in enumerate(item.leaf.matrix_shapes):
-            key = (-groups[index].wave, oriented(shape), dtype, item.layout.varying)
-            keys.setdefault(key, []).append(Member(index, piece))
+        dtype, varying = item.layout.dtype, item.layout.varying
+        for number, part in enumerate(groups[index].parts):
+            for piece, shape in enumerate(item.leaf.matrix_shapes):
+                key = (-part.wave, oriented(shape), dtype, varying)
+                keys.setdefault(key, []).append(Member(index, piece, number))
     return tuple(
         Bucket(
             shape=shape,
@@ -212,65 +252,13 @@ def make_buckets(
             method=methods[shape],
             members=tuple(members),
             **branches(
-                [groups[m.group] for m in members],
+                [groups[m.group].part_counts(m.part) for m in members],
                 [layouts[m.group].layout for m in members],
                 1 if shape in solution.padded else MAX_BRANCHES,
             ),
         )
         for (_, shape, dtype, _), members in sorted(keys.items(), reverse=True)
     )
-
-
-def branches(
-    groups: Sequence[Group], layouts: Sequence[Layout], limit: int
-) -> dict[str, Any]:
-    """The count patterns that the devices of a bucket compute, at most ``limit``.
-
-    With more patterns than that, patterns are merged into their maxima: a device may
-    compute some EMPTY slots.
-    """
-    mesh, varying = layouts[0].mesh, layouts[0].varying
-    sizes = [range(mesh.size((name,))) for name in varying]
-    patterns = []
-    for place in itertools.product(*sizes):
-        coordinates = dict(zip(varying, place, strict=True))
-        patterns.append(
-            tuple(
-                group.counts[mesh.index(coordinates, layout.free)]
-                for group, layout in zip(groups, layouts, strict=True)
-            )
-        )
-    kept = sorted(set(patterns), reverse=True)
-    cover = {pattern: pattern for pattern in kept}
-    while len(kept) > limit:
-        kept, cover = merge_closest(kept, cover, patterns)
-    return {
-        "branches": tuple(kept),
-        "branch_of": tuple(kept.index(cover[pattern]) for pattern in patterns),
-        "padded": any(cover[pattern] != pattern for pattern in patterns),
-    }
-
-
-def merge_closest(
-    kept: list[tuple[int, ...]],
-    cover: dict[tuple[int, ...], tuple[int, ...]],
-    patterns: list[tuple[int, ...]],
-) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], tuple[int, ...]]]:
-    """Replaces the two patterns whose common maximum adds the least work."""
-
-    def joined(a, b):
-        return tuple(map(max, a, b))
-
-    def added(pair):
-        top = sum(joined(*pair))
-        users = [sum(cover[p]) for p in patterns if cover[p] in pair]
-        return top * len(users) - sum(users), pair
-
-    first, second = min(itertools.combinations(kept, 2), key=added)
-    top = joined(first, second)
-    cover = {p: top if c in (first, second) else c for p, c in cover.items()}
-    kept = sorted({c for c in cover.values()}, reverse=True)
-    return kept, cover
 
 
 def owner_loads(

@@ -9,7 +9,11 @@ from dmuon_jax.matrices import Axes, Leaf, MeshShape, Spec
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
 from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.cost import RooflineCost
-from dmuon_jax.planning.devices import Device, axis_bandwidths
+from dmuon_jax.planning.devices import (
+    Device,
+    axis_bandwidths,
+    overlap_rates,
+)
 from dmuon_jax.planning.problem import CostModel, Method
 from dmuon_jax.planning.workloads import Matrices, Workload
 
@@ -132,4 +136,5 @@ def cluster_settings(
         ),
         max_wave_bytes=max_wave_bytes,
         max_owner_bytes=max_owner_bytes,
+        overlap=overlap_rates(platform, device, mesh.num_devices),
     )

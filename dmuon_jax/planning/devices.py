@@ -227,3 +227,29 @@ def axis_bandwidths(
         bandwidth = device.inter_bandwidth if crosses else device.intra_bandwidth
         found.append((name, bandwidth * device.link_efficiency / 1e6))
     return tuple(reversed(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What the order of collectives depends on beside their own times.
+
+    Attributes:
+      start_us: start-up time of a collective.
+      memory_bandwidth: bytes per microsecond of memory-bound work.
+    """
+
+    start_us: float
+    memory_bandwidth: float
+
+    def stream_us(self, num_bytes: float) -> float:
+        """Time of memory-bound work that reads and writes `num_bytes` in all."""
+        return num_bytes / self.memory_bandwidth
+
+
+def overlap_rates(platform: str, device: Device, num_devices: int) -> Rates | None:
+    """Rates of `device`; None where XLA does not run all-to-alls beside other work."""
+    if platform != "gpu":
+        return None
+    return Rates(
+        device.latency_us(num_devices > device.devices_per_node), 1e6 / device.stream_us(1e6)
+    )

@@ -83,7 +83,8 @@ def whole_bytes(plan: Plan) -> int:
     held = [0] * plan.num_waves
     for group in plan.groups:
         parcel = math.prod(plan.group_layout(group).parcel_shape)
-        held[group.wave] += 4 * group.slots * parcel
+        for part in group.parts:
+            held[part.wave] += 4 * part.slots * parcel
     if len(held) == 1:
         return held[0]
     return max(sum(pair) for pair in itertools.pairwise(held))

@@ -8,74 +8,19 @@ import dataclasses
 import functools
 import hashlib
 import json
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dmuon_jax.layout import LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
 from dmuon_jax.planning import report
+from dmuon_jax.planning.groups import Bucket, Group
 from dmuon_jax.planning.leaf_checks import check_dtype, check_leaf
 from dmuon_jax.planning.plan_json import read, read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Method = Literal["direct", "gram"]
-FORMAT = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """An exchange group: parcels with one layout, moved by one collective each way.
-
-    Attributes:
-      leaves: positions of its leaves in ``Plan.leaves``.
-      exchange_dtype: dtype in which blocks travel.
-      counts: parcels on each free owner, row-major over the layout's free axes. Every
-        owner has ``max(counts)`` slots; those beyond its count are EMPTY.
-      wave: waves are worked through one after another, to bound memory.
-    """
-
-    leaves: tuple[int, ...]
-    exchange_dtype: str
-    counts: tuple[int, ...]
-    wave: int = 0
-
-    @property
-    def slots(self) -> int:
-        """Slots of every owner."""
-        return max(self.counts)
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """One piece of every parcel of a group, in a bucket."""
-
-    group: int
-    piece: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    """Matrices of one oriented shape and dtype, orthogonalized together on each owner.
-
-    Attributes:
-      shape: (short side, long side).
-      compute_dtype: dtype in which the matrices are iterated.
-      method: form of the iteration.
-      members: where its matrices come from, stacked in this order.
-      branches: the distinct numbers of matrices that a device computes of each member;
-        a device takes the branch ``branch_of[owner]``. One branch means no conditional.
-      branch_of: branch index of each device, row-major over the bucket's varying axes.
-      padded: whether some device computes EMPTY slots.
-    """
-
-    shape: tuple[int, int]
-    compute_dtype: str
-    method: Method
-    members: tuple[Member, ...]
-    branches: tuple[tuple[int, ...], ...]
-    branch_of: tuple[int, ...]
-    padded: bool = False
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +53,8 @@ class Plan:
       status: a sentence on how the plan was found.
       costs: where the times of the owners' work come from.
       alternatives: other ``owner_axes`` that were priced beside this plan's.
+      bounded: whether waves bound memory: each starts only when the last but one has
+        ended.
     """
 
     mesh: MeshShape
@@ -122,6 +69,7 @@ class Plan:
     status: str
     costs: str = ""
     alternatives: tuple[Alternative, ...] = ()
+    bounded: bool = False
 
     def __post_init__(self):
         check_plan(self)
@@ -135,13 +83,23 @@ class Plan:
         """The layout that the leaves of ``group`` share."""
         return self.layouts[group.leaves[0]].layout
 
+    @functools.cached_property
+    def waves(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The parts of each wave, as positions (group, part)."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_waves)]
+        for number, group in enumerate(self.groups):
+            for part, item in enumerate(group.parts):
+                found[item.wave].append((number, part))
+        return tuple(tuple(parts) for parts in found)
+
     @property
     def num_waves(self) -> int:
-        return 1 + max((group.wave for group in self.groups), default=0)
+        return 1 + max((x.wave for group in self.groups for x in group.parts), default=0)
 
     def wave_of(self, bucket: Bucket) -> int:
-        """The wave of the groups that feed ``bucket``."""
-        return self.groups[bucket.members[0].group].wave
+        """The wave of the parts that feed ``bucket``."""
+        first = bucket.members[0]
+        return self.groups[first.group].parts[first.part].wave
 
     @property
     def makespan_us(self) -> float:
@@ -207,7 +165,7 @@ def check_plan(plan: Plan) -> None:
         raise ValueError(f"times and gap must not be negative, got {min(times)}")
     for leaf in plan.leaves:
         check_leaf(leaf)
-    waves = {group.wave for group in plan.groups}
+    waves = {part.wave for group in plan.groups for part in group.parts}
     if plan.groups and waves != set(range(len(waves))):
         raise ValueError(f"waves must be numbered from 0, got {sorted(waves)}")
     if len(plan.owner_load_us) != plan.mesh.num_devices:
@@ -220,14 +178,15 @@ def check_plan(plan: Plan) -> None:
         raise ValueError(f"groups must hold each leaf once, got positions {placed}")
     for group in plan.groups:
         check_group(plan, group)
-    pieces = sorted((m.group, m.piece) for b in plan.buckets for m in b.members)
+    pieces = sorted((m.group, m.part, m.piece) for b in plan.buckets for m in b.members)
     wanted = [
-        (index, piece)
+        (index, part, piece)
         for index, group in enumerate(plan.groups)
+        for part in range(len(group.parts))
         for piece in range(len(plan.leaves[group.leaves[0]].matrix_shapes))
     ]
     if pieces != wanted:
-        raise ValueError(f"buckets must hold each piece once, got {pieces}")
+        raise ValueError(f"buckets must hold each piece of a part once, got {pieces}")
     for bucket in plan.buckets:
         check_bucket(plan, bucket)
 
@@ -249,6 +208,9 @@ def check_group(plan: Plan, group: Group) -> None:
             f"counts must place {core} parcels on {owners} owners, got {group.counts} "
             f"for {paths}"
         )
+    sizes = [part.slots for part in group.parts]
+    if sum(sizes) != group.slots or not sizes or (len(sizes) > 1 and min(sizes) < 1):
+        raise ValueError(f"parts must divide {group.slots} slots, got {sizes} for {paths}")
 
 
 def check_bucket(plan: Plan, bucket: Bucket) -> None:
@@ -268,7 +230,7 @@ def check_bucket(plan: Plan, bucket: Bucket) -> None:
             )
         if (layout.varying, layout.dtype) != (layouts[0].varying, layouts[0].dtype):
             raise ValueError(f"members must share dtype and varying axes {where}")
-        if plan.groups[member.group].wave != plan.wave_of(bucket):
+        if plan.groups[member.group].parts[member.part].wave != plan.wave_of(bucket):
             raise ValueError(f"members must be of one wave {where}")
     varying = layouts[0].varying
     places = range(len(bucket.branches))
@@ -276,18 +238,19 @@ def check_bucket(plan: Plan, bucket: Bucket) -> None:
         raise ValueError(f"branch_of must name branches, got {bucket.branch_of} {where}")
     if len(bucket.branch_of) != plan.mesh.size(varying):
         raise ValueError(f"branch_of must have an entry for each device {where}")
+    owned = [plan.groups[m.group].part_counts(m.part) for m in bucket.members]
     for device in range(plan.mesh.num_devices):
         place = plan.mesh.coordinates(device)
         branch = bucket.branches[bucket.branch_of[plan.mesh.index(place, varying)]]
-        for member, layout, computed in zip(
-            bucket.members, layouts, branch, strict=True
+        for member, layout, counts, computed in zip(
+            bucket.members, layouts, owned, branch, strict=True
         ):
-            group = plan.groups[member.group]
-            count = group.counts[plan.mesh.index(place, layout.free)]
-            if not count <= computed <= group.slots:
+            count = counts[plan.mesh.index(place, layout.free)]
+            slots = plan.groups[member.group].parts[member.part].slots
+            if not count <= computed <= slots:
                 raise ValueError(
                     f"a branch must compute every matrix that its device owns, got "
-                    f"{computed} for {count} of at most {group.slots} {where}"
+                    f"{computed} for {count} of at most {slots} {where}"
                 )
 
 

@@ -154,7 +154,11 @@ class Problem:
         others. A message crosses the slowest axis on which its two ends differ, and
         the links of different axes work at the same time.
         """
-        return sum(self._collective_us(axes, num) for axes, num in task.slot_bytes)
+        return self.link_us(task.slot_bytes)
+
+    def link_us(self, collectives: tuple[tuple[tuple[str, ...], int], ...]) -> float:
+        """Returns the time of *collectives*, pairs as in ``Task.slot_bytes``, in us."""
+        return sum(self._collective_us(axes, num) for axes, num in collectives)
 
     def _collective_us(self, axes: tuple[str, ...], num_bytes: int) -> float:
         sizes, speeds = dict(self.mesh), dict(self.bandwidths)

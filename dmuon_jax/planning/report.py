@@ -10,7 +10,8 @@ import typing
 from dmuon_jax.planning.cost import iteration_flops
 
 if typing.TYPE_CHECKING:
-    from dmuon_jax.planning.plan import Bucket, Group, Plan
+    from dmuon_jax.planning.groups import Bucket, Group, Member
+    from dmuon_jax.planning.plan import Plan
 
 ITEMSIZE = {
     "float16": 2,
@@ -72,7 +73,7 @@ def group_bytes(plan: "Plan", group: "Group") -> ExchangeBytes:
             blocks = elements // block
             totals[kind] += group.slots * blocks * (block + extra) * itemsize
             totals["scales"] += group.slots * blocks * extra * itemsize
-            collectives += elements > 0
+            collectives += len(group.parts) if elements else 0
     moved = totals["all_to_all"] + totals["all_gather"]
     empty = round(moved * (1 - useful / group.slots)) if group.slots else 0
     return ExchangeBytes(**totals, empty=empty, collectives=collectives)
@@ -92,6 +93,7 @@ def exchange_bytes(plan: "Plan") -> ExchangeBytes:
 def summary(plan: "Plan") -> str:
     """A table of buckets, owner loads and bytes."""
     moved = exchange_bytes(plan)
+    waves = "1 wave" if plan.num_waves == 1 else f"{plan.num_waves} waves"
     axes = ", ".join(
         f"{n}={s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
     )
@@ -102,19 +104,16 @@ def summary(plan: "Plan") -> str:
         f"  NS makespan {plan.makespan_us / 1e3:.3f} ms (busiest owner, model) + exchange "
         f"{plan.exchange_us / 1e3:.3f} ms if nothing hid it; bound on "
         f"their sum {plan.lower_bound_us / 1e3:.3f} ms, gap {plan.gap:.1%}",
-        f"  exchange: {moved.collectives} collectives, {moved.all_to_all / 2**20:.2f} MiB "
-        f"all-to-all + {moved.all_gather / 2**20:.2f} MiB all-gather per device, "
+        f"  exchange: {moved.collectives} collectives in {waves}, "
+        f"{moved.all_to_all / 2**20:.2f} MiB all-to-all + "
+        f"{moved.all_gather / 2**20:.2f} MiB all-gather per device, "
         f"{moved.empty / 2**20:.2f} MiB of it EMPTY slots",
         f"  costs: {plan.costs or 'unknown'}",
         *axes_lines(plan),
         f"  {'matrix':>14} {'number':>7} {'per owner':>10} {'method':>7} {'dtype':>9}",
     ]
     for bucket in plan.buckets:
-        number = sum(
-            plan.layouts[i].leaf.num_parcels
-            for member in bucket.members
-            for i in plan.groups[member.group].leaves
-        )
+        number = sum(num_matrices(plan, member) for member in bucket.members)
         owned = owned_matrices(plan, bucket)
         fewest, most = min(owned), max(owned)
         per_owner = f"{fewest}" if fewest == most else f"{fewest}-{most}"
@@ -170,15 +169,22 @@ def idle_line(plan: "Plan") -> str:
             "matrix is never split over owners)"
         )
     return line
+def num_matrices(plan: "Plan", member: "Member") -> int:
+    """Matrices of one member of a bucket."""
+    group = plan.groups[member.group]
+    first = plan.layouts[group.leaves[0]]
+    copies = first.leaf.num_parcels // first.core if first.core else 0
+    return copies * sum(group.part_counts(member.part))
 
 
 def owned_matrices(plan: "Plan", bucket: "Bucket") -> list[int]:
     """Matrices of ``bucket`` on each device, row-major over the mesh."""
     groups = [plan.groups[member.group] for member in bucket.members]
+    counts = [g.part_counts(m.part) for g, m in zip(groups, bucket.members, strict=True)]
     free = [plan.group_layout(group).free for group in groups]
     places = [plan.mesh.coordinates(i) for i in range(plan.mesh.num_devices)]
     return [
-        sum(g.counts[plan.mesh.index(place, f)] for g, f in zip(groups, free, strict=True))
+        sum(c[plan.mesh.index(place, f)] for c, f in zip(counts, free, strict=True))
         for place in places
     ]
 

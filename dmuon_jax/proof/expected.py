@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from dmuon_jax.planning.cost import iteration_flops
-from dmuon_jax.planning.plan import Bucket, Plan
+from dmuon_jax.planning.groups import Bucket
+from dmuon_jax.planning.plan import Plan
 from dmuon_jax.proof.flops import Conditional
 
 TOLERANCE = 0.02

@@ -26,6 +26,8 @@ def users(computation: Computation, name: str) -> list[Instruction]:
 
 def read_bytes(computation: Computation, name: str, whole: int) -> int:
     """Bytes read of the value `name`, at most `whole`, inside a fusion."""
+    if computation.root.name == name:
+        return whole
     read = 0
     for user in users(computation, name):
         first = user.operands[0] == name
@@ -42,14 +44,15 @@ def read_bytes(computation: Computation, name: str, whole: int) -> int:
 
 def written_bytes(computation: Computation, item: Instruction) -> int:
     """Bytes that a fusion's root writes."""
-    while item.opcode in ("bitcast", "convert", "reshape") and item.operands:
-        item = computation.by_name[item.operands[0]]
-    if item.opcode == "dynamic-update-slice":
-        return total_bytes(computation.operand_type(item, 1))
-    if item.opcode == "tuple":
+    made = item
+    while made.opcode in ("bitcast", "convert", "reshape") and made.operands:
+        made = computation.by_name[made.operands[0]]
+    if made.opcode == "dynamic-update-slice":
+        return total_bytes(computation.operand_type(made, 1))
+    if made.opcode == "tuple":
         return sum(
             written_bytes(computation, computation.by_name[name])
-            for name in item.operands
+            for name in made.operands
         )
     return total_bytes(item.type)
 
@@ -73,7 +76,9 @@ def memory_bytes(module: Module, where: Computation, item: Instruction) -> int:
     if item.opcode == "dynamic-update-slice":
         return 2 * total_bytes(where.operand_type(item, 1))
     operands: list[Type] = [
-        where.operand_type(item, index) for index in range(len(item.operands))
+        where.operand_type(item, index)
+        for index, name in enumerate(item.operands)
+        if name not in item.operands[:index]
     ]
     return total_bytes(item.type) + sum(
         shape.num_bytes for operand in operands for shape in leaves(operand)
