@@ -137,7 +137,7 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
     """
     shape = mesh_shape(mesh)
     owner_axes = options.owner_axes
-    if owner_axes is None or owner_axes == AUTO:
+    if owner_axes is None or isinstance(owner_axes, str):
         owner_axes = shape.names
     unknown = sorted(set(owner_axes) - set(shape.names))
     if unknown and mesh is not None:
