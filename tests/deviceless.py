@@ -54,7 +54,10 @@ class Code:
         return len(re.findall(rf"\b{operation}", self.sass))
 
     def spills_in_loops_with(self, operation):
-        """Accesses to local memory in the innermost loop that has *operation*."""
+        """Accesses to local memory in the innermost loop that has *operation*.
+
+        In all of the code where the assembler unrolled that loop.
+        """
         lines = self.sass.splitlines()
         places = {}
         for number, line in enumerate(lines):
@@ -69,8 +72,9 @@ class Code:
                 body = "\n".join(lines[places[match[1]] : end])
                 if re.search(rf"\b{operation}", body):
                     loops.append(body)
-        assert loops, f"{self.name}: no loop has {operation}"
-        return len(re.findall(r"\b(?:LDL|STL)\b", min(loops, key=len)))
+        assert self.count(operation), f"{self.name}: no {operation}"
+        main = min(loops, key=len, default=self.sass)
+        return len(re.findall(r"\b(?:LDL|STL)\b", main))
 
 
 def mesh_of(architecture, size=1):

@@ -113,7 +113,7 @@ def test_blocks_of_any_size_keep_eleven_bits_in_float16(power):
     host = np.random.default_rng(0).normal(size=(2, 1, 4, 4)).astype(np.float32)
     host[1] /= 2**9
     x = power_of_two(jnp.asarray(host), jnp.int32(power))
-    sent = encode(x, 2)
+    sent = encode(x, jnp.abs(x), 2)
     assert sent.dtype == jnp.float16 and sent.shape == (2, 1, 17)
     assert bool(jnp.isfinite(sent).all())
     blocks, exponent = align(sent, side)
@@ -128,15 +128,17 @@ def test_blocks_of_any_size_keep_eleven_bits_in_float16(power):
 def test_zero_blocks_have_no_say_and_infinite_ones_stay_seen():
     side = side_of_two_blocks()
     x = jnp.zeros((2, 1, 4, 4)).at[1].set(2.0**-30)
-    sent = encode(x, 2)
+    sent = encode(x, jnp.abs(x), 2)
     assert float(sent[0, 0, -1]) == NOTHING
     blocks, exponent = align(sent, side)
     assert exponent.shape == (1, 1, 1) and int(exponent[0, 0, 0]) == -29
     np.testing.assert_array_equal(blocks[1], np.full((1, 4, 4), 0.5))
-    blocks, exponent = align(encode(jnp.zeros((2, 1, 4, 4)), 2), side)
+    zeros = jnp.zeros((2, 1, 4, 4))
+    blocks, exponent = align(encode(zeros, zeros, 2), side)
     assert int(exponent[0, 0, 0]) == 0 and not blocks.any()
     for bad in (jnp.inf, jnp.nan):
-        blocks, _ = align(encode(x.at[0, 0, 1, 2].set(bad), 2), side)
+        spoiled = x.at[0, 0, 1, 2].set(bad)
+        blocks, _ = align(encode(spoiled, jnp.abs(spoiled), 2), side)
         assert not math.isfinite(float(blocks[0, 0, 1, 2]))
 
 

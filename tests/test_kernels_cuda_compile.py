@@ -24,10 +24,11 @@ pytestmark = [
 ]
 
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
-X, R = ((2, 1024, 2048), "float16"), ((2, 1024, 1024), "float16")
+# A batch of no other test: Mosaic writes the code of a kernel once in a process.
+X, R = ((3, 1024, 2048), "float16"), ((3, 1024, 1024), "float16")
 STEPS = np.array([[3.4445, -4.7750, 2.0315]] * 5, np.float32)
 SERIALISED = "each product waits for the one before"
-FLAGS, THREE = ((2,), "bool"), ((3,), "float32")
+FLAGS, THREE = ((3,), "bool"), ((3,), "float32")
 
 
 def products(module, config):

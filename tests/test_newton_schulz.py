@@ -380,7 +380,7 @@ def test_matrices_are_padded_once(method, shape):
             )
         )(jnp.ones(shape), jnp.ones(3))
     text = str(jaxpr)
-    assert text.count("pallas_call") > 10 and text.count(" pad[") == 1
+    assert text.count("pallas_call") >= 2 and text.count(" pad[") == 1
 
 
 def test_padding_changes_nothing():

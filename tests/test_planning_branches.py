@@ -42,3 +42,14 @@ def test_relabelling_keeps_every_load():
     assert num_branches(model, plain, 0) == 2
     assert [row.sum() for row in plain] == [6, 6]
     np.testing.assert_array_equal(sum(plain), sum(counts))
+
+
+def test_a_bucket_that_stays_does_not_keep_the_next_from_relabelling():
+    shapes = ((2, 3), (4, 8), (4, 8))
+    tasks = tuple(Task(f"t{i}", 6, ("x",), (s,)) for i, s in enumerate(shapes))
+    cost = cases.PowerCost(times=tuple((shape, 1.0) for shape in shapes[:2]))
+    model = build_model(Problem((("x", 4),), tasks, cost))
+    counts = arrays([(3, 0, 1, 2), (3, 0, 1, 2), (0, 3, 2, 1)])
+    plain = relabelled(model, counts)
+    np.testing.assert_array_equal(plain[0], counts[0])
+    assert num_branches(model, counts, 1) == 4 and num_branches(model, plain, 1) == 2
