@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 from dmuon_jax.shardings import AnyMesh
@@ -19,9 +20,9 @@ from dmuon_jax.shardings import AnyMesh
 
 def is_abstract(arrays: Iterable[Any]) -> bool:
     """Whether arrays are traced or mere shapes, or a trace is under way around them."""
-    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in arrays):
         return True
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return isinstance(jnp.zeros(()), Tracer)
 
 
 def must_agree(arrays: Iterable[Any], mesh: AnyMesh | None) -> bool:

@@ -92,6 +92,14 @@ def spans_processes(mesh: AnyMesh | None) -> bool:
     )
 
 
+def own_device(mesh: AnyMesh | None) -> Any:
+    """The first device of ``mesh`` that is this process's; without a mesh the default."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return default_device()
+    index = jax.process_index()
+    return next(d for d in mesh.devices.flat if d.process_index == index)
+
+
 def measured_table(
     how: Measured,
     path: UpdatePath,
@@ -108,7 +116,7 @@ def measured_table(
 
     def make() -> str:
         batches = even_batches(leaves, mesh_shape(mesh), candidates)
-        device = default_device() if mesh is None else mesh.local_devices[0]
+        device = own_device(mesh)
         table = measure_costs(
             batches,
             path,

@@ -12,7 +12,6 @@ from dmuon_jax.dtypes import dtype_name
 from dmuon_jax.matrices import Leaf, MeshShape, Spec
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
-from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.cost import RooflineCost
 from dmuon_jax.planning.devices import (
     axis_bandwidths,
@@ -137,8 +136,9 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
     With ``owner_axes="auto"`` they name all axes.
     """
     shape = mesh_shape(mesh)
-    named = options.owner_axes not in (None, AUTO)
-    owner_axes = options.owner_axes if named else shape.names
+    owner_axes = options.owner_axes
+    if owner_axes is None or isinstance(owner_axes, str):
+        owner_axes = shape.names
     unknown = sorted(set(owner_axes) - set(shape.names))
     if unknown and mesh is not None:
         raise ValueError(

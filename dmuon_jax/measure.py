@@ -45,7 +45,7 @@ def measure_costs(
     path: UpdatePath | None = None,
     *,
     method: Method | None = None,
-    device: jax.Device | None = None,
+    device: Any = None,
     cache: Cache = True,
     budget_s: float = BUDGET_S,
 ) -> TableCost:
@@ -76,7 +76,7 @@ def measure_costs(
         largest batch worth knowing of each shape (s, l), s <= l.
       path: how owners update; None: the dtypes of the plan, else of the platform.
       method: "direct" or "gram"; None: both, but direct alone in bfloat16.
-      device: where; None: the default device.
+      device: a ``jax.Device``; None: the default device.
       cache: where results are kept: True for the user's folder
         (``$XDG_CACHE_HOME/dmuon_jax`` or ``~/.cache/dmuon_jax``), a folder, or False.
       budget_s: no timing is begun that would end later than this many seconds after the
@@ -105,7 +105,7 @@ def measure_costs(
         methods = ("direct",) if path.compute_dtype == "bfloat16" else METHODS
     # The width of an element is what a roofline needs to know of complex numbers.
     roofline = RooflineCost(
-        device_of_kind(target.platform, target.kind), path.compute_dtype, path.steps
+        device_of_kind(target.platform, target.kind), str(path.compute_dtype), path.steps
     )
     points = ordered_points(batches, methods, roofline)
     bench = Bench(path, device, roofline, budget_s)
@@ -136,13 +136,18 @@ def plan_path(work: Plan | Mapping[Shape, int]) -> UpdatePath:
         return UpdatePath()
     computed = collections.Counter(bucket.compute_dtype for bucket in work.buckets)
     moved = collections.Counter(group.exchange_dtype for group in work.groups)
-    names = [counter.most_common(1)[0][0] for counter in (computed, moved)]
-    return UpdatePath(*(name if name in ITEMSIZE else None for name in names))
+    compute_dtype, exchange_dtype = (
+        name if name in ITEMSIZE else None
+        for counter in (computed, moved)
+        for name, _ in counter.most_common(1)
+    )
+    return UpdatePath(compute_dtype, exchange_dtype)
 
 
-def default_device() -> jax.Device:
+def default_device() -> Any:
     """The device that a program without a mesh runs on."""
-    named = jax.config.jax_default_device
+    config: Any = jax.config  # whose options exist at run time only
+    named = config.jax_default_device
     if named is None or isinstance(named, str):
         return jax.local_devices(backend=named)[0]
     return named
@@ -181,7 +186,7 @@ class Bench:
     def __init__(
         self,
         path: UpdatePath,
-        device: jax.Device,
+        device: Any,
         roofline: RooflineCost,
         budget_s: float,
     ):

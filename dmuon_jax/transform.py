@@ -25,7 +25,7 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import constrain, given_shardings, lookup, partition_spec
-from dmuon_jax.tree_checks import check_momentum
+from dmuon_jax.tree_checks import check_momentum, check_momentum_shapes
 from dmuon_jax.update_time import UpdatePath
 
 
@@ -134,6 +134,7 @@ def scale_by_dmuon(
         found = find(updates if params is None else params)
         treedef = jax.tree.structure(updates)
         check_shapes(by_path(updates), found)
+        check_momentum_shapes(state, by_path(updates))
         grads = cross(by_path(updates), found, "in")
         count = optax.safe_increment(state.count)
         corrected = count if bias_correction else None

@@ -51,9 +51,12 @@ def check_momentum(state: Any, grads: Mapping[str, Any]) -> None:
     """
     if not isinstance(state, MuonState):
         raise TypeError(f"state must be a MuonState, got {type(state).__name__}")
-    momentum = by_path(state.mu)
-    check_same_leaves("the state", momentum, "gradient", grads)
-    for path, x in momentum.items():
+    check_same_leaves("the state", by_path(state.mu), "gradient", grads)
+
+
+def check_momentum_shapes(state: MuonState, grads: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` unless each momentum is shaped as its gradient."""
+    for path, x in by_path(state.mu).items():
         if np.shape(x) != np.shape(grads[path]):
             raise ValueError(
                 f"the state must be made for these parameters, got momentum of shape "

@@ -67,9 +67,9 @@ class UpdatePath:
         return dataclasses.replace(
             self,
             compute_dtype=dtype_name("compute_dtype", self.compute_dtype)
-            or COMPUTE_DTYPE[platform],
+            or COMPUTE_DTYPE.get(platform, "float32"),
             exchange_dtype=dtype_name("exchange_dtype", self.exchange_dtype)
-            or EXCHANGE_DTYPE[platform],
+            or EXCHANGE_DTYPE.get(platform, "float32"),
         )
 
 
@@ -85,14 +85,14 @@ class Point:
         return f"{self.batch} x {self.shape[0]} x {self.shape[1]} {self.method}"
 
 
-def device_name(device: jax.Device) -> str:
+def device_name(device: Any) -> str:
     """The kind of a device; with the machine's name for CPUs, which are all called cpu."""
     if device.platform == "cpu":
         return f"{device.device_kind} of {platform.node()}"
     return device.device_kind
 
 
-def record_key(point: Point, path: UpdatePath, device: jax.Device) -> dict[str, Any]:
+def record_key(point: Point, path: UpdatePath, device: Any) -> dict[str, Any]:
     """All that a time depends on, as JSON values."""
     implementation = path.implementation
     if isinstance(implementation, Verdicts):
@@ -124,7 +124,7 @@ def parse_time(point: Point, value: Any) -> float:
     return timing.time_us
 
 
-def time_update_us(point: Point, path: UpdatePath, device: jax.Device) -> float:
+def time_update_us(point: Point, path: UpdatePath, device: Any) -> float:
     """Microseconds of one update, in calls that follow one another.
 
     Each call takes the result of the one before, so that they cannot run at once.
@@ -143,7 +143,7 @@ def time_update_us(point: Point, path: UpdatePath, device: jax.Device) -> float:
 
 
 def operands(
-    point: Point, path: UpdatePath, device: jax.Device
+    point: Point, path: UpdatePath, device: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Equal random matrices ``[batch, l, s]`` as they travel, and coefficients."""
     matrix = np.random.default_rng(0).random(point.shape[::-1], np.float32) - 0.5
@@ -164,7 +164,7 @@ def update_blocks(
         coefficients,
         path.steps,
         method=method,
-        compute_dtype=path.compute_dtype,
+        compute_dtype=str(path.compute_dtype),
         preconditioning=path.preconditioning,
         restarts=path.restarts,
         implementation=path.implementation,

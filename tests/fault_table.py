@@ -6,7 +6,7 @@ A test that injects a fault says in its docstring::
     Happens: what a user then sees
     Kept: what is not lost
 
-``python -m tests.fault_table --write`` writes ``docs/faults.md`` anew; a test compares.
+``python -m tests.fault_table --write`` writes ``notebooks/faults.md`` anew; a test compares.
 """
 
 import ast
@@ -17,7 +17,7 @@ import pathlib
 import sys
 
 FOLDER = pathlib.Path(__file__).parent
-PAGE = FOLDER.parent / "docs/faults.md"
+PAGE = FOLDER.parent / "notebooks/faults.md"
 FIELDS = ("Fault", "Happens", "Kept")
 # Besides assert, calls that check: by the start of their names.
 CHECKS = ("raises", "assert_", "check_", "trees_close", "no_worse", "execute")
@@ -259,7 +259,7 @@ def rows() -> list[Row]:
 
 
 def page() -> str:
-    """``docs/faults.md``."""
+    """``notebooks/faults.md``."""
     head = "| fault | what happens | what is kept | test |"
     lines = [INTRODUCTION, head, "|---|---|---|---|"]
     lines += [f"| {x.fault} | {x.happens} | {x.kept} | `{x.test}` |" for x in rows()]

@@ -19,15 +19,6 @@ def results(name):
     return json.loads((ROOT / "bench" / "results" / name).read_text())
 
 
-def test_scaling_tables_are_those_of_the_results():
-    scaling = bench("bench_scaling")
-    records = results("scaling.json")
-    assert scaling.ratios_table(records) in README
-    assert scaling.added_table(records) in README
-    for commit in {record["commit"] for record in records}:
-        assert commit in README
-
-
 def test_table_of_experts_is_that_of_the_results():
     records = results("experts.json")
     assert bench("bench_experts").table(records) in README

@@ -24,7 +24,7 @@ def test_the_tests_of_each_fault_exist(fault):
 
 
 def test_the_page_of_faults_is_today_s():
-    page = pathlib.Path(__file__).parents[1] / "docs/faults.md"
+    page = pathlib.Path(__file__).parents[1] / "notebooks/faults.md"
     assert page.read_text() == fault_table.page()  # else: -m tests.fault_table --write
 
 

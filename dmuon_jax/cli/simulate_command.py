@@ -99,7 +99,7 @@ def analytic(arguments: argparse.Namespace, terminal: Terminal) -> None:
     plan = plan_command.plan_for(filled)
     costs = estimate(plan, DEVICES[arguments.device])
     if arguments.json:
-        plan_only = {"plan_only": plan_command.record(plan, costs)}
+        plan_only = {"plan_only": plan_command.record(plan, costs, {})}
         terminal.print(json.dumps(plan_only, indent=1))
     else:
         terminal.print(plan.summary())

@@ -1,5 +1,7 @@
 """What the Pallas kernels share: types of results under shard_map, and padding."""
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 
@@ -35,6 +37,10 @@ def flatten_batch(x: jax.Array | None, kept: int) -> jax.Array | None:
     return x.reshape(-1, *x.shape[x.ndim - kept :])
 
 
+@overload
+def pad_matrices(x: jax.Array, rows: int, columns: int) -> jax.Array: ...
+@overload
+def pad_matrices(x: None, rows: int, columns: int) -> None: ...
 def pad_matrices(x: jax.Array | None, rows: int, columns: int) -> jax.Array | None:
     """*x* `[batch, p, q]`, zeros added up to multiples of *rows* and of *columns*."""
     if x is None:

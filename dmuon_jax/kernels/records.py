@@ -128,8 +128,10 @@ class Records:
 
     def path(self, key: Mapping[str, Any]) -> pathlib.Path:
         """The file of *key*."""
+        if self.directory is None:
+            raise ValueError("directory must be a folder to have files, got None")
         name = hashlib.sha256(canonical(key).encode()).hexdigest()[:32]
-        return self.directory / f"{name}.json"
+        return pathlib.Path(self.directory or "") / f"{name}.json"
 
     def read(
         self, key: Mapping[str, Any], parse: Callable[[Any], Value]

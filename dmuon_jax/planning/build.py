@@ -219,11 +219,12 @@ def load(problem: Problem, group: Group, items: Sequence[LeafLayout]) -> Load:
         )
         for spec_of in (lambda leaf: leaf.spec_in, lambda leaf: leaf.spec_out)
     ]
+    arriving, leaving = (num / max(group.slots, 1) for num in here)
     return Load(
         slots=group.slots,
         in_us=in_us,
         out_us=out_us,
-        elements=tuple(num / max(group.slots, 1) for num in here),
+        elements=(arriving, leaving),
         matrices=tuple(oriented(shape) for shape in items[0].leaf.matrix_shapes),
     )
 

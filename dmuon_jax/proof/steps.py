@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ SHARD_AXES = ("fsdp", "expert")
 MOST_CHANNELS = 128
 # What users of large clusters set, the same for every optimizer; and no search for tiles,
 # which gives the same program where there is no device to search on, but takes longer.
-GPU_OPTIONS: dict[str, str | bool | int] = {
+GPU_OPTIONS: dict[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
@@ -108,7 +108,9 @@ def gather_for(cluster: Cluster) -> Callable[[jax.Array, str], jax.Array]:
     return gather  # pyright: ignore[reportReturnType]  # custom_vjp hides its types
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, kernel: str) -> jax.Array:
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, kernel: Literal["xla", "cudnn"]
+) -> jax.Array:
     """Causal attention of [batch, token, head, channel].
 
     Without a GPU at hand JAX cannot know that it has cuDNN's kernel for wide heads. They

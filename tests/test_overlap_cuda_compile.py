@@ -1,0 +1,110 @@
+"""Whether the exchange hides, in train steps compiled for GPUs that are not there."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from dmuon_jax import plan_owners
+from dmuon_jax.proof import audit
+from dmuon_jax.proof.models import model_named, parameter_shapes
+from dmuon_jax.proof.steps import Cluster, compile_step, dimension_numbers
+from dmuon_jax.proof.topology import compile_devices
+
+pytestmark = pytest.mark.cuda_compile
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The exchange in a compiled step, microseconds of the two-stream model."""
+
+    collectives: tuple
+    events: tuple
+    iteration_us: float
+
+    @property
+    def total_us(self):
+        return sum(event.duration_us for event in self.events)
+
+    @property
+    def exposed_us(self):
+        return sum(event.exposed_us for event in self.events)
+
+
+def exchange_of(found):
+    def is_exchange(item):
+        return "/to_owners/" in item.op_name or "/from_owners/" in item.op_name
+
+    events = found.timeline.events
+    iteration = [e for e in events if "/newton_schulz/" in e.op_name]
+    assert all(event.lane == "compute" for event in iteration)
+    return Exchange(
+        collectives=tuple(filter(is_exchange, found.collectives)),
+        events=tuple(
+            e for e in events if e.lane == "communication" and is_exchange(e)
+        ),
+        iteration_us=sum(event.duration_us for event in iteration),
+    )
+
+
+@pytest.fixture(scope="module", params=[8, 64], ids=["1x8", "8x8"])
+def step(request):
+    """A step of qwen2.5-1.5b with clipping: its plan, its audit, its exchange."""
+    try:
+        devices = compile_devices("h200", request.param)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    model = model_named("qwen2.5-1.5b")
+    cluster = Cluster(Mesh(np.array(devices), ("fsdp",)), "h200")
+    tokens = (request.param, 4096)
+    compiled, _ = compile_step(model, cluster, "dmuon", tokens, clip=True)
+    shardings = {
+        tower: {role: cluster.parameter(x.shape, role) for role, x in leaves.items()}
+        for tower, leaves in parameter_shapes(model).items()
+    }
+    plan = plan_owners(
+        parameter_shapes(model),
+        muon_weight_dimension_numbers=dimension_numbers,
+        param_shardings=shardings,
+        compute_dtype=jnp.float16,
+        exchange_dtype=jnp.float16,
+    )
+    found = audit(compiled, device="h200")
+    return plan, found, exchange_of(found)
+
+
+def test_exchange_is_what_the_plan_says(step):
+    plan, found, exchange = step
+    assert plan.num_waves >= 3
+    assert len(exchange.collectives) == plan.exchange_bytes.collectives
+    assert sum(x.num_bytes for x in exchange.collectives) == plan.exchange_bytes.total
+    assert not any(item.in_loop for item in exchange.collectives)
+    assert found.flops.unknown_kernels == ()
+
+
+def test_exchange_runs_beside_the_iteration(step):
+    _, found, exchange = step
+    iteration = {e.name for e in found.timeline.events if "/newton_schulz/" in e.op_name}
+    # XLA makes those synchronous beside which it finds nothing to run.
+    synchronous = [item for item in exchange.collectives if not item.asynchronous]
+    assert len(synchronous) <= 1
+    around = [e for e in exchange.events if iteration & set(e.hidden_by)]
+    assert len(around) >= len(exchange.events) // 2
+
+
+def test_exposed_exchange(step):
+    """A tenth of the exchange at most on one node.
+
+    There, none of 1.8 ms were exposed. On 8 nodes the exchange crosses network cards and
+    takes 3.0 ms, a third of it EMPTY slots (28 and 56 matrices on 64 owners), beside 1.0 ms
+    of iteration and 0.3 ms of passes over memory: 2.0 ms were exposed, and no order could
+    do with less than 1.7.
+    """
+    plan, _, exchange = step
+    most = 0.1
+    if plan.mesh.num_devices == 64:
+        assert exchange.total_us > 2 * exchange.iteration_us
+        most = 0.72
+    assert exchange.exposed_us <= most * exchange.total_us
