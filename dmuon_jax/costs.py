@@ -35,6 +35,8 @@ class Measured:
 
     def __post_init__(self):
         cache_directory(self.cache)
+        if not isinstance(self.budget_s, int | float):
+            raise TypeError(f"budget_s must be a number, got {self.budget_s!r}")
         if not 0 <= self.budget_s < math.inf:
             raise ValueError(
                 f"budget_s must be at least 0 and finite, got {self.budget_s}"

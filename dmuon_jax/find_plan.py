@@ -16,7 +16,7 @@ from dmuon_jax.costs import (
 )
 from dmuon_jax.leaves import make_leaves, make_settings, name_some, see_one
 from dmuon_jax.matrices import Leaf
-from dmuon_jax.options import OwnerOptions
+from dmuon_jax.options import OwnerOptions, owner_options
 from dmuon_jax.plan_checks import check_agrees, check_fits
 from dmuon_jax.planning.build import Settings, make_plan
 from dmuon_jax.planning.compare import AUTO, cheapest_plan, owner_axes_candidates
@@ -219,7 +219,8 @@ def plan_owners(
     Raises:
       ValueError: if the sharding of a leaf is not known, or does not fit.
     """
-    choices = OwnerOptions(
+    choices = owner_options(
+        "plan_owners",
         param_shardings=param_shardings,
         momentum_shardings=momentum_shardings,
         **options,

@@ -10,7 +10,7 @@ from dmuon_jax.apply_plan import apply_plan, cross
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.find_plan import PlanFinder
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
-from dmuon_jax.options import OwnerOptions
+from dmuon_jax.options import OwnerOptions, owner_options
 from dmuon_jax.owners import MatrixFn
 from dmuon_jax.paths import leaf_name
 from dmuon_jax.planning.plan import Plan
@@ -82,7 +82,7 @@ def orthogonalize(
     Raises:
       ValueError: wrong values, unknown shardings, or a plan for something else.
     """
-    choices = OwnerOptions(**options)
+    choices = owner_options("orthogonalize", **options)
     if preconditioning not in PRECONDITIONINGS:
         raise ValueError(
             f"preconditioning must be one of {PRECONDITIONINGS}, got {preconditioning!r}"

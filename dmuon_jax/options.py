@@ -1,6 +1,7 @@
 """What ``dmuon`` takes beyond ``optax.contrib.muon``, checked at construction."""
 
 import dataclasses
+import numbers
 from typing import Any, Literal
 
 from dmuon_jax.costs import Costs, check_costs
@@ -40,13 +41,20 @@ class OwnerOptions:
         check_implementation(self.implementation)
         for name in ("max_wave_bytes", "max_owner_bytes"):
             limit = vars(self)[name]
-            if limit is not None and limit < 1:
+            if limit is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
+                raise TypeError(f"{name} must be a whole number of bytes, got {limit!r}")
+            if limit < 1:
                 raise ValueError(f"{name} must be positive, got {limit}")
         if isinstance(self.owner_axes, str) and self.owner_axes != AUTO:
             raise ValueError(
                 f"owner_axes must be None, 'auto' or a tuple of axes, got "
                 f"{self.owner_axes!r}"
             )
+        axes = () if self.owner_axes in (None, AUTO) else tuple(self.owner_axes)
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"owner_axes must name each axis once, got {axes}")
         check_costs(self.costs)
         if self.plan is not None and self.costs is not None:
             raise ValueError(
@@ -56,3 +64,15 @@ class OwnerOptions:
         check_kinds(given_shardings(self.momentum_shardings))
         dtype_name("compute_dtype", self.compute_dtype)
         dtype_name("exchange_dtype", self.exchange_dtype)
+
+
+def owner_options(caller: str, **given: Any) -> OwnerOptions:
+    """``given`` as options.
+
+    Raises:
+      TypeError: ``caller`` does not take one of them.
+    """
+    known = [field.name for field in dataclasses.fields(OwnerOptions)]
+    if unknown := sorted(set(given) - set(known)):
+        raise TypeError(f"the options of {caller} must be among {known}, got {unknown}")
+    return OwnerOptions(**given)

@@ -30,7 +30,12 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
 
     Returns:
       The same tree; no array that lies on the mesh already is moved.
+
+    Raises:
+      TypeError: ``mesh`` is no mesh of devices.
     """
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
     kept = kept_specs(params)
 
     def place(x):

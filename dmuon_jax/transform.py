@@ -228,6 +228,8 @@ def check_number(name: str, value: Any, low: float, below: float = np.inf) -> No
         return
     if np.ndim(value) or not np.issubdtype(np.asarray(value).dtype, np.number):
         raise TypeError(f"{name} must be a number, got {value!r}")
+    if np.isnan(value):
+        raise ValueError(f"{name} must not be NaN, got {value}")
     if not low <= float(value) < below:
         limit = f" and below {below}" if below < np.inf else ""
         raise ValueError(f"{name} must be at least {low}{limit}, got {value}")

@@ -248,7 +248,9 @@ def test_demo_hands_its_arguments_on(capsys):
         (["plan", "--model", "lama-3.1-8b"], "did you mean llama-3.1-8b?"),
         (["plan", "--model", "pi0", "--device", "h20"], "did you mean h200?"),
         (["plan", "--model", "pi0", "--mesh", "8x8"], "must be like data=16,fsdp=8"),
-        (["plan", "--model", "pi0", "--mesh", "a=0"], "sizes must be at least 1"),
+        (["plan", "--model", "pi0", "--mesh", "a=0"], "must have 1 to 65536 devices"),
+        (["plan", "--model", "pi0", "--mesh", "fsdp=65537"], "must have 1 to 65536"),
+        (["plan", "--model", "pi0", "--mesh", "fsdp=2,expert=2"], "a model with experts"),
         (["plan", "--model", "pi0", "--mesh", "a=2,a=2"], "distinct axis names"),
         (["plan", "--model", "pi0", "--mesh", "data=2,model=4"], "--fsdp-axis must name"),
         (["tune", "--model", "pi0", "--mesh", "data=2,model=4"], "--fsdp-axis must name"),
@@ -427,3 +429,11 @@ def test_long_work_says_so(capsys, monkeypatch):
             deadline -= 1
             time.sleep(0.01)
     assert err == "Working ...\n"
+
+
+def test_axes_that_divide_no_dimension_are_named(capsys):
+    code, out, _ = run(capsys, "plan", "--model", "pi0", "--mesh", "fsdp=7")
+    assert code == 0 and "fsdp=7 divides no dimension that is free in" in out
+    assert "--fsdp-axis fsdp" not in out
+    code, out, _ = run(capsys, "plan", "--model", "pi0", "--mesh", "fsdp=8")
+    assert code == 0 and "divides no dimension" not in out

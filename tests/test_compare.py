@@ -15,7 +15,11 @@ from dmuon_jax.cli import main
 from dmuon_jax.matrices import MeshShape
 from dmuon_jax.planning.build import make_plan
 from dmuon_jax.planning.clusters import Placement, cluster_settings, model_leaves
-from dmuon_jax.planning.compare import cheapest_plan, owner_axes_candidates
+from dmuon_jax.planning.compare import (
+    NEAR,
+    cheapest_plan,
+    owner_axes_candidates,
+)
 from dmuon_jax.planning.devices import DEVICES
 from dmuon_jax.planning.problem import MemoryLimitError
 from dmuon_jax.planning.workloads import Matrices, Workload
@@ -248,12 +252,28 @@ def test_plan_command_compares_and_names_its_costs(capsys, tiny):
     assert 0 < record["idle_share"] < 1
     auto = json.loads(run(capsys, *arguments, "--owner-axes", "auto", "--json")[1])
     (other,) = record["alternatives"]
-    cheapest = min(
-        (record["makespan_us"] + record["exchange_us"], ["data", "fsdp"]),
-        (other["makespan_us"] + other["exchange_us"], ["fsdp"]),
-    )
-    assert auto["makespan_us"] + auto["exchange_us"] == cheapest[0]
-    assert auto["owner_axes"] == cheapest[1] and len(auto["alternatives"]) == 1
+    prices = [x["makespan_us"] + x["exchange_us"] for x in (record, other)]
+    assert auto["makespan_us"] + auto["exchange_us"] <= (1 + NEAR) * min(prices)
+    assert len(auto["alternatives"]) == 1
+
+
+def test_among_near_prices_the_exchange_may_hide():
+    """One axis less saves 1 % of the sum, but costs more than twice the iteration."""
+    leaves = leaves_of(64)
+    over = {
+        axes: make_plan(
+            leaves, HSDP, dataclasses.replace(settings_for(1.0), owner_axes=axes)
+        )
+        for axes in (ALL, NODE)
+    }
+    extra_us = over[ALL].exchange_us - over[NODE].exchange_us
+    slots = {axes: plan.makespan_us for axes, plan in over.items()}
+    assert extra_us > 0 and slots[NODE] > 2 * slots[ALL]
+    for share, chosen in ((0.98, ALL), (0.5, NODE)):
+        each_us = share * extra_us / (slots[NODE] - slots[ALL])
+        plan = cheapest_plan(leaves, HSDP, settings_for(each_us))
+        assert plan.owner_axes == chosen
+        assert over[NODE].exchange_us < over[ALL].exchange_us
 
 
 def test_plan_command_measures_only_the_device_it_plans_for(

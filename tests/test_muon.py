@@ -1,6 +1,7 @@
 """``dmuon`` as a drop-in for ``optax.contrib.muon``: contract, wrappers, bad input."""
 
 import inspect
+import math
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 import dmuon_jax
 from dmuon_jax import (
+    Measured,
     Plan,
     dmuon,
     orthogonalize,
@@ -518,6 +520,10 @@ def test_a_plan_for_something_else_is_refused_at_init():
         ({"ns_steps": 2.5}, TypeError, "ns_steps must be an integer"),
         ({"beta": 1.0}, ValueError, "beta must be at least 0.0 and below 1.0, got 1.0"),
         ({"beta": "high"}, TypeError, "beta must be a number"),
+        ({"adam_learning_rate": math.nan}, ValueError, "must not be NaN"),
+        ({"max_wave_bytes": "1G"}, TypeError, "whole number of bytes, got '1G'"),
+        ({"max_owner_bytes": 2.5}, TypeError, "whole number of bytes, got 2.5"),
+        ({"owner_axes": ("x", "x")}, ValueError, "each axis once"),
         ({"eps": -1.0}, ValueError, "eps"),
         ({"adam_b1": 2.0}, ValueError, "adam_b1"),
         ({"ns_coeffs": "nobody"}, ValueError, "nobody"),
@@ -576,3 +582,15 @@ def test_import_and_construction_touch_no_device():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_unknown_options_and_meshes_are_named():
+    params = rng_tree(0)
+    with pytest.raises(TypeError, match=r"options of plan_owners .* got \['owners_axes'\]"):
+        plan_owners(params, owners_axes=("x",))
+    with pytest.raises(TypeError, match="options of orthogonalize"):
+        orthogonalize(params, ns_stepz=3)
+    with pytest.raises(TypeError, match="mesh must be a Mesh, got str"):
+        place_state(dmuon(0.1).init(params), "x", params)
+    with pytest.raises(TypeError, match="budget_s must be a number, got '5'"):
+        Measured(budget_s="5")

@@ -18,6 +18,8 @@ from dmuon_jax.planning.workloads import (
     workload_names,
 )
 
+MOST_DEVICES = 65536
+
 SHAPES_HELP = """JSON file of weight matrices:
 {"matrices": [{"name": "up", "shape": [4096, 14336], "count": 32},
 {"name": "experts", "shape": [2048, 1408], "count": 1664, "stack": [64]}]}"""
@@ -53,8 +55,10 @@ def mesh_argument(text: str) -> MeshShape:
         mesh = MeshShape(tuple(names), tuple(sizes))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if not mesh.num_devices:
-        raise argparse.ArgumentTypeError(f"sizes must be at least 1, got {text!r}")
+    if not 1 <= mesh.num_devices <= MOST_DEVICES:
+        raise argparse.ArgumentTypeError(
+            f"--mesh must have 1 to {MOST_DEVICES} devices, got {text!r}"
+        )
     return mesh
 
 
@@ -158,12 +162,17 @@ def matrices_of(record: dict[str, Any]) -> Matrices:
     return item
 
 
-def placement(arguments: argparse.Namespace) -> Placement:
+def placement(arguments: argparse.Namespace, model: Workload) -> Placement:
     """Where parameters lie: FSDP axes as named, or the one called fsdp, or the only one."""
     mesh = arguments.mesh
     expert = arguments.expert_axis
     if expert is None:
         expert = ("expert",) if "expert" in mesh.names else ()
+    if expert and not any(item.stack for item in model.matrices):
+        raise UsageError(
+            f"an expert axis must be for a model with experts, got {', '.join(expert)} for "
+            "one without"
+        )
     fsdp = arguments.fsdp_axis
     if fsdp is None:
         rest = [n for n in mesh.names if n not in (*expert, *arguments.momentum_axis)]

@@ -110,7 +110,8 @@ Work = tuple[tuple[Leaf, ...], Settings]
 
 def work_for(arguments: argparse.Namespace) -> Work:
     """The leaves of the model, and settings with the costs that the arguments name."""
-    leaves = model_leaves(read_model(arguments), placement(arguments))
+    model = read_model(arguments)
+    leaves = model_leaves(model, placement(arguments, model))
     settings = cluster_settings(
         DEVICES[arguments.device],
         arguments.mesh,
@@ -214,7 +215,7 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     terminal.print(table(cost_rows(costs)))
     for axes, other in others.items():
         terminal.print(advice(axes, costs, estimate(other, device)))
-    for tip in tips(plan):
+    for tip in tips(plan, arguments.fsdp_axis or ("fsdp",)):
         terminal.print(tip)
     for path in (arguments.save, arguments.plot):
         if path is not None:
@@ -255,12 +256,14 @@ def advice(axes: Axes, costs: Estimate, other: Estimate) -> str:
     )
 
 
-def tips(plan: Plan) -> list[str]:
+def tips(plan: Plan, fsdp_axes: Axes) -> list[str]:
     """What would help, as sentences."""
     moved = plan.exchange_bytes
     used = {axis for leaf in plan.leaves for axes in leaf.spec_out for axis in axes}
     whole = [n for n in plan.mesh.names if n not in used and plan.mesh.size((n,)) > 1]
-    found = []
+    found = [undivided(plan, n) for n in plan.mesh.names if n in fsdp_axes]
+    found = [tip for tip in found if tip]
+    whole = [n for n in whole if n not in fsdp_axes]
     if whole and moved.all_gather > moved.all_to_all:
         found.append(
             f"Parameters are replicated over {', '.join(whole)}, so that owners' results "
@@ -271,6 +274,19 @@ def tips(plan: Plan) -> list[str]:
     if idle > 0:
         found.append(f"There are fewer matrices than owners: {idle} or more own none.")
     return found
+
+
+def undivided(plan: Plan, axis: str) -> str:
+    """A sentence on the weights that ``axis`` is meant to shard but does not divide."""
+    size = plan.mesh.size((axis,))
+    left = [leaf for leaf in plan.leaves if axis not in sum(leaf.spec_out, ())]
+    if size == 1 or not left:
+        return ""
+    return (
+        f"{axis}={size} divides no dimension that is free in {len(left)} of "
+        f"{len(plan.leaves)} weights, such as {left[0].path} {left[0].shape}: they are "
+        "planned as replicated over it."
+    )
 
 
 def record(plan: Plan, costs: Estimate, others: dict[Axes, Plan]) -> dict:

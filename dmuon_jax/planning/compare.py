@@ -43,11 +43,15 @@ def owner_axes_candidates(
     return tuple(found.values()) or (names,)
 
 
+NEAR = 0.05
+"""Plans this near to the cheapest count as equal: of their exchange some part is hidden."""
+
+
 def cheapest_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Plan:
     """The plan whose owner axes have the least makespan plus exchange.
 
-    Among equals the one with the most axes. The others are in its ``alternatives``, but
-    for those that a limit on memory forbids.
+    Among those within `NEAR` of it the one with the least makespan. The others are in its
+    ``alternatives``, but for those that a limit on memory forbids.
 
     Args:
       leaves: what is planned.
@@ -68,7 +72,9 @@ def cheapest_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -
             # Fewer owners hold more each; with all of them it must fit.
             if axes == candidates[0]:
                 raise
-    best = min(plans, key=lambda plan: plan.objective_us)
+    least_us = min(plan.objective_us for plan in plans)
+    near = [plan for plan in plans if plan.objective_us <= least_us * (1 + NEAR)]
+    best = min(near, key=lambda plan: plan.makespan_us)
     others = tuple(
         Alternative(plan.owner_axes, plan.makespan_us, plan.exchange_us)
         for plan in plans
