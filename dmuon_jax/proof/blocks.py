@@ -78,7 +78,8 @@ def latent_attention(
     Values are padded to the width of the keys, as fused kernels want them.
     """
     q = x @ weights["wq"] if "wq" in weights else x @ weights["wq_a"] @ weights["wq_b"]
-    latent, shared = jnp.split(x @ weights["wkv_a"], [-ROTARY], axis=-1)
+    both = x @ weights["wkv_a"]
+    latent, shared = both[..., :-ROTARY], both[..., -ROTARY:]
     q = heads(q, head_size + ROTARY)
     count = q.shape[2]
     wide = heads(latent @ weights["wkv_b"], weights["wkv_b"].shape[1] // count)
