@@ -260,10 +260,10 @@ def tips(plan: Plan, fsdp_axes: Axes) -> list[str]:
     """What would help, as sentences."""
     moved = plan.exchange_bytes
     used = {axis for leaf in plan.leaves for axes in leaf.spec_out for axis in axes}
-    whole = [n for n in plan.mesh.names if n not in used and plan.mesh.size((n,)) > 1]
-    found = [undivided(plan, n) for n in plan.mesh.names if n in fsdp_axes]
-    found = [tip for tip in found if tip]
-    whole = [n for n in whole if n not in fsdp_axes]
+    real = [n for n in plan.mesh.names if plan.mesh.size((n,)) > 1]
+    whole = [n for n in real if n not in used and n not in fsdp_axes]
+    meant = [undivided(plan, n) for n in real if n in fsdp_axes]
+    found = [tip for tip in meant if tip]
     if whole and moved.all_gather > moved.all_to_all:
         found.append(
             f"Parameters are replicated over {', '.join(whole)}, so that owners' results "
@@ -280,7 +280,7 @@ def undivided(plan: Plan, axis: str) -> str:
     """A sentence on the weights that ``axis`` is meant to shard but does not divide."""
     size = plan.mesh.size((axis,))
     left = [leaf for leaf in plan.leaves if axis not in sum(leaf.spec_out, ())]
-    if size == 1 or not left:
+    if not left:
         return ""
     return (
         f"{axis}={size} divides no dimension that is free in {len(left)} of "
