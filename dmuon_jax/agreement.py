@@ -35,8 +35,12 @@ def must_agree(arrays: Iterable[Any], mesh: AnyMesh | None) -> bool:
         return False
     if is_abstract(arrays):
         return False
-    processes = {device.process_index for device in mesh.devices.flat}
-    return 1 < jax.process_count() == len(processes)
+    return 1 < jax.process_count() == len(processes_of(mesh))
+
+
+def processes_of(mesh: jax.sharding.Mesh) -> set[int]:
+    """The processes that have a device of ``mesh``."""
+    return {device.process_index for device in mesh.devices.flat}
 
 
 def versions() -> str:

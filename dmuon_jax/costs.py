@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-from dmuon_jax.agreement import from_first_process, is_abstract
+from dmuon_jax.agreement import from_first_process, is_abstract, processes_of
 from dmuon_jax.kernels.records import Cache, cache_directory
 from dmuon_jax.matrices import Axes, Leaf
 from dmuon_jax.measure import BUDGET_S, default_device, measure_costs
@@ -81,7 +81,7 @@ def obstacle(arrays: Iterable[Any], mesh: AnyMesh | None) -> str:
         return ""
     if not isinstance(mesh, jax.sharding.Mesh):
         return "the mesh has no devices"
-    holders = {device.process_index for device in mesh.devices.flat}
+    holders = processes_of(mesh)
     if not spans_processes(mesh) or holders == set(range(jax.process_count())):
         return ""
     return f"the mesh is of processes {sorted(holders)}, neither one's own nor all"
@@ -89,8 +89,8 @@ def obstacle(arrays: Iterable[Any], mesh: AnyMesh | None) -> str:
 
 def spans_processes(mesh: AnyMesh | None) -> bool:
     """Whether some device of ``mesh`` belongs to another process."""
-    return isinstance(mesh, jax.sharding.Mesh) and any(
-        device.process_index != jax.process_index() for device in mesh.devices.flat
+    return isinstance(mesh, jax.sharding.Mesh) and bool(
+        processes_of(mesh) - {jax.process_index()}
     )
 
 
