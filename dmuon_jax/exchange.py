@@ -1,99 +1,149 @@
 """The exchange: blocks of leaves to whole parcels on owners, and back.
 
-Runs inside ``jax.shard_map``. The only module that calls collectives: for each part of an
-exchange group at most one all-to-all and one all-gather each way (the table is in
-``layout.py``).
-
-Array dimensions here are ``[one per mesh axis ..., slot, block ...]``; the names of the
-leading ones are carried beside the array.
+Runs inside ``jax.shard_map``. The only module that calls collectives: for each buffer at
+most one all-to-all and one all-gather each way (the table is in ``layout.py``).
 """
 
-import itertools
-import math
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dmuon_jax.blocks import join, pack, reorder, sizes, split, spread
 from dmuon_jax.layout import Layout, LeafLayout, Side
 from dmuon_jax.matrices import Axes
 from dmuon_jax.scales import power_of_two
+from dmuon_jax.wire import align, decode, encode
+
+
+@dataclasses.dataclass(frozen=True)
+class Cargo:
+    """Slots of one exchange group that travel together.
+
+    Attributes:
+      leaves: layouts of the group's leaves, equal but for batch dimensions.
+      counts: parcels of the group on each free owner.
+      slots: which of the owners' slots, ``max(counts)`` in all.
+      dtype: dtype in which blocks travel.
+    """
+
+    leaves: tuple[LeafLayout, ...]
+    counts: tuple[int, ...]
+    slots: slice
+    dtype: str
+
+    @property
+    def layout(self) -> Layout:
+        return self.leaves[0].layout
 
 
 def to_owners(
-    blocks: Sequence[jax.Array],
-    leaves: Sequence[LeafLayout],
-    counts: Sequence[int],
-    slots: slice,
-    dtype: str,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Brings parcels of one exchange group whole to their owners.
+    blocks: Sequence[Sequence[jax.Array]], cargos: Sequence[Cargo]
+) -> list[tuple[jax.Array, jax.Array | None]]:
+    """Brings parcels whole to their owners, all in one buffer.
 
     Args:
-      blocks: the local block of each leaf, in the momentum's sharding.
-      leaves: their layouts, equal but for batch dimensions.
-      counts: parcels on each free owner.
-      slots: which of the owners' slots, ``max(counts)`` in all.
-      dtype: dtype in which blocks travel.
+      blocks: for each cargo the local block of each leaf, in the momentum's sharding.
+      cargos: what travels; no two have parcels on one owner.
 
     Returns:
-      ``x`` ``[slots, fan_in, fan_out]``, those of this device, EMPTY ones zero; and
-      either None or int32 exponents ``e`` ``[slots, 1, 1]``: the parcels are then
-      ``x * 2^e``, with the largest entry of each x in [1/2, 1).
+      For each cargo ``x`` ``[slots, fan_in, fan_out]``, those of this device, EMPTY ones
+      zero; and either None or int32 exponents ``e`` ``[slots, 1, 1]``: the parcels are
+      then ``x * 2^e``, with the largest entry of each x in [1/2, 1).
     """
-    layout = leaves[0].layout
-    side = layout.side("in")
-    packed = [pack(x, leaf) for x, leaf in zip(blocks, leaves, strict=True)]
-    x = deal(packed, layout, counts, slots)
+    sent = [wrap(mine, cargo) for mine, cargo in zip(blocks, cargos, strict=True)]
+    side = cargos[0].layout.side("in")
+    if len(cargos) == 1 or not side.travels:
+        arrived = [move(x, side) for x in sent]
+    else:
+        rows = [row_owners(cargo) for cargo in cargos]
+        arrived = [
+            jnp.where(owned_here(cargo), x, jnp.zeros((), x.dtype))
+            for x, cargo in zip(move_together(sent, rows, side), cargos, strict=True)
+        ]
+    return [unwrap(x, cargo) for x, cargo in zip(arrived, cargos, strict=True)]
 
-    if not side.travels or x.dtype == jnp.dtype(dtype):
-        return join(move(x, side), side), None
-    if dtype != "float16":
-        return join(move(x.astype(dtype), side), side), None
+
+def encodes(dtype: jax.typing.DTypeLike, cargo: Cargo, side: Side) -> bool:
+    """Whether blocks of ``dtype`` travel with exponents."""
+    return side.travels and cargo.dtype == "float16" and dtype != jnp.float16
+
+
+def wrap(blocks: Sequence[jax.Array], cargo: Cargo) -> jax.Array:
+    """Blocks as they are sent: ``[exchanged, slot, ...]`` in the dtype they travel in."""
+    side = cargo.layout.side("in")
+    packed = [pack(x, leaf) for x, leaf in zip(blocks, cargo.leaves, strict=True)]
+    x = deal(packed, cargo)
+    if not encodes(x.dtype, cargo, side):
+        return x.astype(cargo.dtype) if side.travels else x
     # Leaf by leaf, so that it can be one pass with what makes a leaf's block.
     tops = [jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in packed]
-    sent = encode(x, deal(tops, layout, counts, slots), len(side.dims))
-    x, exponent = align(move(sent, side), side)
+    return encode(x, deal(tops, cargo), len(side.dims))
+
+
+def unwrap(x: jax.Array, cargo: Cargo) -> tuple[jax.Array, jax.Array | None]:
+    """Whole parcels of what ``wrap`` sent; see ``to_owners``."""
+    side = cargo.layout.side("in")
+    if not encodes(cargo.layout.dtype, cargo, side):
+        return join(x, side), None
+    x, exponent = align(x, side)
     return join(x, side), exponent
 
 
-def deal(
-    packed: Sequence[jax.Array], layout: Layout, counts: Sequence[int], slots: slice
-) -> jax.Array:
-    """What ``pack`` gave of each leaf as this device sends it, for some slots of owners.
+def deal(packed: Sequence[jax.Array], cargo: Cargo) -> jax.Array:
+    """What ``pack`` gave of each leaf as this device sends it, for the slots of a cargo.
 
     Returns:
       ``[exchanged, slot, *parcel block]``.
     """
-    side = layout.side("in")
-    x = spread(jnp.concatenate(packed, axis=1), counts)[:, :, slots]
+    layout, side = cargo.layout, cargo.layout.side("in")
+    x = spread(jnp.concatenate(packed, axis=1), cargo.counts)[:, :, cargo.slots]
     names = layout.forced_out + layout.free
     x = x.reshape(*sizes(side, names), *x.shape[2:])
     x = reorder(x, names, side.sliced + side.exchanged)
     return take_own(x, side.sliced, side)
 
 
-def from_owners(parcels: jax.Array, layout: Layout, dtype: str) -> jax.Array:
+def from_owners(
+    parcels: Sequence[jax.Array], cargos: Sequence[Cargo]
+) -> list[jax.Array]:
     """Brings blocks of parcels from their owners to where the parameter has them.
 
     Args:
-      parcels: ``[slots, fan_in, fan_out]``, some of this device's slots.
-      layout: the layout of their group.
-      dtype: dtype in which blocks travel.
+      parcels: for each cargo ``[slots, fan_in, fan_out]``, slots of this device.
+      cargos: as ``to_owners`` got them.
 
     Returns:
-      ``[forced, owner, slot, *block]``: what ``unpack_all`` takes.
+      For each cargo ``[forced, owner, slot, *block]``: what ``unpack_all`` takes.
     """
-    side = layout.side("out")
-    x = take_own(split(parcels, side), side.sliced, side)
-
-    if not side.travels or x.dtype == jnp.dtype(dtype):
-        x = move(x, side)
-    elif dtype != "float16":
-        x = move(x.astype(dtype), side)
+    side = cargos[0].layout.side("out")
+    sent = [wrap_back(x, cargo) for x, cargo in zip(parcels, cargos, strict=True)]
+    if len(cargos) == 1 or not side.travels:
+        arrived = [move(x, side) for x in sent]
     else:
-        sent = encode(x, jnp.abs(x), len(side.dims))
-        x, exponent = decode(move(sent, side), side)
+        arrived = move_together(sent, [owned_here(cargo) for cargo in cargos], side)
+    dtypes = [x.dtype for x in parcels]
+    return list(map(unwrap_back, arrived, dtypes, cargos))
+
+
+def wrap_back(parcels: jax.Array, cargo: Cargo) -> jax.Array:
+    """As ``wrap``, on the way back."""
+    side = cargo.layout.side("out")
+    x = take_own(split(parcels, side), side.sliced, side)
+    if encodes(x.dtype, cargo, side):
+        return encode(x, jnp.abs(x), len(side.dims))
+    return x.astype(cargo.dtype) if side.travels else x
+
+
+def unwrap_back(
+    x: jax.Array, dtype: jax.typing.DTypeLike, cargo: Cargo
+) -> jax.Array:
+    """What ``wrap_back`` sent of parcels of ``dtype``, ``[forced, owner, slot, *block]``."""
+    layout, side = cargo.layout, cargo.layout.side("out")
+    if encodes(dtype, cargo, side):
+        x, exponent = decode(x, side)
         x = power_of_two(x.astype(jnp.float32), exponent)
     names = layout.forced_in + layout.free
     x = reorder(x, side.gathered + side.exchanged, names)
@@ -101,107 +151,48 @@ def from_owners(parcels: jax.Array, layout: Layout, dtype: str) -> jax.Array:
     return x.reshape(forced, layout.num_owners, *x.shape[len(names) :])
 
 
-def unpack_all(
-    parts: Sequence[jax.Array], leaves: Sequence[LeafLayout], counts: Sequence[int]
+def move_together(
+    sent: Sequence[jax.Array], mine: Sequence[jax.Array], side: Side
 ) -> list[jax.Array]:
-    """Each leaf's block, in the parameter's sharding: undoes ``to_owners``.
+    """``move`` of several arrays in one buffer.
 
     Args:
-      parts: what ``from_owners`` gives, all slots of the group in order.
-      leaves: layouts of the group's leaves.
-      counts: parcels on each free owner.
+      sent: ``[exchanged, slot, ...]`` each, of one dtype.
+      mine: bool, broadcasting with ``[exchanged]``: which rows of the buffer hold which
+        array; of a row at most one.
+      side: the way they go.
+
+    Returns:
+      What ``move`` gives of each, in its own rows; other rows hold anything.
     """
-    x = collect(jnp.concatenate(parts, axis=2), counts)
-    ends = list(itertools.accumulate(leaf.core for leaf in leaves))
-    parts = jnp.split(x, ends[:-1], axis=1)
-    return [unpack(part, leaf) for part, leaf in zip(parts, leaves, strict=True)]
+    lead = len(side.exchanged)
+    rows = [x.reshape(*x.shape[:lead], -1) for x in sent]
+    length = max(row.shape[-1] for row in rows)
+    buffer = jnp.zeros((), sent[0].dtype)
+    for row, here in zip(rows, mine, strict=True):
+        rest = [(0, 0)] * lead + [(0, length - row.shape[-1])]
+        buffer = jnp.where(here[..., None], jnp.pad(row, rest), buffer)
+    buffer = move(buffer, side)
+    return [
+        buffer[..., : row.shape[-1]].reshape(*buffer.shape[:-1], *x.shape[lead:])
+        for row, x in zip(rows, sent, strict=True)
+    ]
 
 
-def pack(block: jax.Array, leaf: LeafLayout) -> jax.Array:
-    """A local block as ``[forced, core, *parcel block]`` for the other side's forced axes."""
-    mesh = leaf.layout.mesh
-    forced = leaf.layout.forced_out
-    order = local_order(leaf, "in")
-    x = jnp.transpose(block, leaf.leaf.batch_axes + matrix_axes(leaf))
-    block_shape = x.shape[len(leaf.batch) :]
-    shape = [mesh.size((name,)) if isinstance(name, str) else name for name in order]
-    x = x.reshape(*shape, *block_shape)
-    front = [order.index(name) for name in forced]
-    rest = [i for i, name in enumerate(order) if not isinstance(name, str)]
-    tail = range(len(order), x.ndim)
-    x = jnp.transpose(x, (*front, *rest, *tail))
-    return x.reshape(mesh.size(forced), leaf.core, *block_shape)
+def row_owners(cargo: Cargo) -> jax.Array:
+    """Bool ``[exchanged]``: whether the owner of a row has parcels of ``cargo``."""
+    layout, side = cargo.layout, cargo.layout.side("in")
+    names = layout.forced_out + layout.free
+    held = np.reshape(cargo.counts, sizes(side, layout.free)) > 0
+    x = jnp.asarray(np.broadcast_to(held, sizes(side, names)))
+    return take_own(reorder(x, names, side.sliced + side.exchanged), side.sliced, side)
 
 
-def unpack(x: jax.Array, leaf: LeafLayout) -> jax.Array:
-    """Undoes ``pack`` on the way out: ``[forced, core, *parcel block]`` to a block."""
-    mesh = leaf.layout.mesh
-    forced = leaf.layout.forced_in
-    order = local_order(leaf, "out")
-    block_shape = x.shape[2:]
-    rests = [name for name in order if not isinstance(name, str)]
-    x = x.reshape(*(mesh.size((name,)) for name in forced), *rests, *block_shape)
-    position = {name: i for i, name in enumerate(forced)}
-    places, next_rest = [], len(forced)
-    for name in order:
-        if isinstance(name, str):
-            places.append(position[name])
-        else:
-            places.append(next_rest)
-            next_rest += 1
-    x = jnp.transpose(x, (*places, *range(len(order), x.ndim)))
-    batch = [mesh.size(dim.extra_in) * dim.rest for dim in leaf.batch]
-    x = x.reshape(*batch, *block_shape)
-    axes = leaf.leaf.batch_axes + matrix_axes(leaf)
-    return jnp.transpose(x, [axes.index(i) for i in range(len(axes))])
-
-
-def matrix_axes(leaf: LeafLayout) -> tuple[int, ...]:
-    return leaf.leaf.reduction_axes + leaf.leaf.output_axes
-
-
-def local_order(leaf: LeafLayout, way: str) -> list[str | int]:
-    """Factors of the local batch dimensions, in order: axis names, and sizes of rests."""
-    order: list[str | int] = []
-    for dim in leaf.batch:
-        order += [*(dim.extra_out if way == "in" else dim.extra_in), dim.rest]
-    return order
-
-
-def spread(x: jax.Array, counts: Sequence[int]) -> jax.Array:
-    """``[forced, core, ...]`` to ``[forced, owner, slot, ...]``; EMPTY slots are zero."""
-    slots = max(counts)
-    parts, start = [], 0
-    for count, run in itertools.groupby(counts):
-        owners = len(list(run))
-        part = x[:, start : start + owners * count]
-        part = part.reshape(x.shape[0], owners, count, *x.shape[2:])
-        start += owners * count
-        empty = [(0, 0)] * part.ndim
-        empty[2] = (0, slots - count)
-        parts.append(jnp.pad(part, empty))
-    return jnp.concatenate(parts, axis=1)
-
-
-def collect(x: jax.Array, counts: Sequence[int]) -> jax.Array:
-    """Undoes ``spread``: ``[forced, owner, slot, ...]`` to ``[forced, core, ...]``."""
-    parts, start = [], 0
-    for count, run in itertools.groupby(counts):
-        owners = len(list(run))
-        part = x[:, start : start + owners, :count]
-        parts.append(part.reshape(x.shape[0], owners * count, *x.shape[3:]))
-        start += owners
-    return jnp.concatenate(parts, axis=1)
-
-
-def sizes(side: Side, names: Axes) -> tuple[int, ...]:
-    return tuple(side.mesh.size((name,)) for name in names)
-
-
-def reorder(x: jax.Array, names: Axes, wanted: Axes) -> jax.Array:
-    """Transposes the leading dimensions, named ``names``, into the order ``wanted``."""
-    lead = [names.index(name) for name in wanted]
-    return jnp.transpose(x, (*lead, *range(len(names), x.ndim)))
+def owned_here(cargo: Cargo) -> jax.Array:
+    """Whether this device has parcels of ``cargo``."""
+    layout, side = cargo.layout, cargo.layout.side("in")
+    held = np.reshape(cargo.counts, sizes(side, layout.free)) > 0
+    return take_own(jnp.asarray(held), layout.free, side)
 
 
 def take_own(x: jax.Array, names: Axes, side: Side) -> jax.Array:
@@ -238,76 +229,3 @@ def gather(x: jax.Array, side: Side) -> jax.Array:
 def move(x: jax.Array, side: Side) -> jax.Array:
     """Both collectives of one way."""
     return gather(all_to_all(x, side), side)
-
-
-NOTHING = -1000
-"""Exponent that stands for a block of zeros; float16 holds it exactly."""
-
-
-def encode(x: jax.Array, tops: jax.Array, block_ndim: int) -> jax.Array:
-    """Blocks (the trailing dimensions) as float16, each with its exponent behind it.
-
-    A block is divided by the power of two just above its largest entry, which is also the
-    largest of *tops*; the exponent is an integer that float16 holds exactly.
-    """
-    lead = x.shape[: x.ndim - block_ndim]
-    flat = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
-    flat = flat.astype(jnp.promote_types(x.dtype, jnp.float32))
-    largest = jnp.max(tops.reshape(*lead, -1), axis=-1, keepdims=True)
-    largest = largest.astype(flat.dtype)
-    _, exponent = jnp.frexp(jnp.where(jnp.isfinite(largest), largest, 1))
-    exponent = jnp.where(largest == 0, NOTHING, exponent)
-    small = power_of_two(flat, -jnp.where(largest == 0, 0, exponent))
-    sent = jnp.concatenate([small, exponent.astype(flat.dtype)], axis=-1)
-    return sent.astype(jnp.float16)
-
-
-def decode(sent: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
-    """Undoes ``encode``: float16 blocks, and int32 exponents that broadcast with them."""
-    block = side.block_shape
-    blocks = sent[..., :-1].reshape(*sent.shape[:-1], *block)
-    exponent = sent[..., -1].astype(jnp.int32)
-    return blocks, exponent.reshape(*exponent.shape, *(1,) * len(block))
-
-
-def align(sent: jax.Array, side: Side) -> tuple[jax.Array, jax.Array]:
-    """Blocks with one exponent for each slot, still in float16, and those exponents.
-
-    What falls below float16 in this is below 2^-24 of the parcel's largest entry.
-    """
-    blocks, exponent = decode(sent, side)
-    ahead = tuple(range(blocks.ndim - len(side.dims) - 1))
-    common = jnp.max(exponent, axis=ahead, keepdims=True)
-    blocks = power_of_two(blocks.astype(jnp.float32), exponent - common)
-    blocks = blocks.astype(jnp.float16)
-    common = jnp.where(common == NOTHING, 0, common)
-    return blocks, common.reshape(-1, 1, 1)
-
-
-def join(x: jax.Array, side: Side) -> jax.Array:
-    """``[gathered and exchanged axes, slot, *block]`` to ``[slot, fan_in, fan_out]``.
-
-    Restores the logical order of rows and columns.
-    """
-    names = side.gathered + side.exchanged
-    order = [len(names)]
-    for i, (_, axes) in enumerate(side.dims):
-        order += [names.index(name) for name in axes]
-        order.append(len(names) + 1 + i)
-    x = jnp.transpose(x, order)
-    return x.reshape(x.shape[0], *side.parcel_shape)
-
-
-def split(x: jax.Array, side: Side) -> jax.Array:
-    """Undoes ``join``: ``[slot, fan_in, fan_out]`` to ``[sliced, exchanged, slot, *block]``."""
-    names = side.sliced + side.exchanged
-    shape, where = [x.shape[0]], {}
-    blocks = []
-    for size, axes in side.dims:
-        for name in axes:
-            where[name] = len(shape)
-            shape.append(side.mesh.size((name,)))
-        blocks.append(len(shape))
-        shape.append(size // side.mesh.size(axes))
-    order = [*(where[name] for name in names), 0, *blocks]
-    return jnp.transpose(x.reshape(shape), order)

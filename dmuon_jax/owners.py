@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dmuon_jax.exchange import from_owners, to_owners, unpack_all
+from dmuon_jax.blocks import unpack_all
+from dmuon_jax.exchange import Cargo, from_owners, to_owners
 from dmuon_jax.matrices import Leaf, Piece
 from dmuon_jax.planning.groups import Bucket
 from dmuon_jax.planning.plan import Plan
@@ -75,23 +76,21 @@ def owner_step(
     """What one device does with its blocks, wave after wave."""
     returned: dict[tuple[int, int], jax.Array] = {}
     ended: list[list[jax.Array]] = []
-    for wave, parts in enumerate(plan.waves):
+    for wave, buffers in enumerate(plan.waves):
         # Where memory is bounded two waves are under way at most: one starts when the
         # last but one ends. Else the compiler may start all at once.
         before = ended[wave - 2] if plan.bounded and wave > 1 else []
-        arrived = {
-            (number, part): arrive(blocks, plan, number, part, before)
-            for number, part in parts
-        }
+        arrived: dict[tuple[int, int], tuple[jax.Array, jax.Array | None]] = {}
+        for parts in buffers:
+            arrived |= zip(parts, arrive(blocks, plan, parts, before), strict=True)
+        pieces = iterate(fn, arrived, plan, wave)
         ended.append([])
-        for (number, part), pieces in iterate(fn, arrived, plan, wave).items():
-            group = plan.groups[number]
+        for parts in buffers:
             with jax.named_scope("from_owners"):
-                parcels = assemble(pieces, group_leaf(plan, number))
-                layout = plan.group_layout(group)
-                back = from_owners(parcels, layout, group.exchange_dtype)
-            returned[number, part] = back
-            ended[wave].append(back)
+                parcels = [assemble(pieces[x], group_leaf(plan, x[0])) for x in parts]
+                back = from_owners(parcels, [cargo(plan, *x) for x in parts])
+            returned |= zip(parts, back, strict=True)
+            ended[wave] += back
     results: list[jax.Array] = list(blocks)
     for number, group in enumerate(plan.groups):
         layouts = [plan.layouts[i] for i in group.leaves]
@@ -101,6 +100,13 @@ def owner_step(
         for index, block in zip(group.leaves, back, strict=True):
             results[index] = block.astype(blocks[index].dtype)
     return results
+
+
+def cargo(plan: Plan, number: int, part: int) -> Cargo:
+    """One part of a group, as it travels."""
+    group = plan.groups[number]
+    layouts = tuple(plan.layouts[i] for i in group.leaves)
+    return Cargo(layouts, group.counts, group.part_slots(part), group.exchange_dtype)
 
 
 def after(x: jax.Array, done: Sequence[jax.Array]) -> jax.Array:
@@ -119,20 +125,16 @@ def after(x: jax.Array, done: Sequence[jax.Array]) -> jax.Array:
 def arrive(
     blocks: Sequence[jax.Array],
     plan: Plan,
-    number: int,
-    part: int,
+    parts: Sequence[tuple[int, int]],
     before: Sequence[jax.Array],
-) -> tuple[jax.Array, jax.Array | None]:
-    """One part of a group on its owners, sent after ``before`` is computed."""
-    group = plan.groups[number]
+) -> list[tuple[jax.Array, jax.Array | None]]:
+    """The parts (group, part) of a buffer on their owners, sent after ``before``."""
     with jax.named_scope("to_owners"):
-        return to_owners(
-            [after(blocks[i], before) for i in group.leaves],
-            [plan.layouts[i] for i in group.leaves],
-            group.counts,
-            group.part_slots(part),
-            group.exchange_dtype,
-        )
+        sent = [
+            [after(blocks[i], before) for i in plan.groups[number].leaves]
+            for number, _ in parts
+        ]
+        return to_owners(sent, [cargo(plan, *x) for x in parts])
 
 
 def iterate(

@@ -5,6 +5,7 @@
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,7 +21,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from dmuon_jax import Plan, Split, dmuon
 from dmuon_jax.matrices import Leaf, MeshShape
 from dmuon_jax.owners import map_owners
-from dmuon_jax.planning import build
+from dmuon_jax.planning import buffers, build
 from dmuon_jax.planning.problem import Problem, Solution
 from dmuon_jax.scales import restored
 from dmuon_jax.shardings import partition_spec
@@ -177,9 +178,12 @@ def random_owners(problem: Problem) -> Solution:
     )
 
 
+@contextlib.contextmanager
 def without_planner():
-    """A context in which owners are random."""
-    return unittest.mock.patch.object(build, "solve", random_owners)
+    """A context in which owners are random, and stay so where groups share buffers."""
+    patch = unittest.mock.patch.object
+    with patch(build, "solve", random_owners), patch(buffers, "ROUNDS", 0):
+        yield
 
 
 def make_leaf(index: int, case: Case) -> Leaf:

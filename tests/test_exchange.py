@@ -9,13 +9,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from dmuon_jax import plan_owners
-from dmuon_jax.exchange import NOTHING, align, collect, encode, spread
+from dmuon_jax.blocks import collect, spread
 from dmuon_jax.layout import check_spec, leaf_layout, wide_dtype
 from dmuon_jax.matrices import Leaf, MeshShape
 from dmuon_jax.owners import map_owners
 from dmuon_jax.proof import audit
 from dmuon_jax.scales import power_of_two, restored
 from dmuon_jax.shardings import partition_spec
+from dmuon_jax.wire import NOTHING, align, encode
 from tests import fuzz
 from tests.layouts import MESHES, make_case
 from tests.references import matrices

@@ -229,7 +229,7 @@ def test_plans_with_junk_anywhere_are_refused_or_harmless():
     # Times, words, which of two equal branches a device takes, and specs: a trace hides
     # those of the arrays, so that only an eager init can compare.
     times = {"exchange_us", "gap", "lower_bound_us", "owner_load_us"}
-    words = {"status", "bounded", "padded", "branch_of", "format"}
+    words = {"status", "bounded", "padded", "branch_of", "format", "buffer"}
     assert harmless <= times | words | {"spec_in", "spec_out"}
 
 

@@ -6,6 +6,12 @@ from collections.abc import Sequence
 
 from dmuon_jax.layout import Layout, LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
+from dmuon_jax.planning.buffers import (
+    exchange_us,
+    route,
+    share_buffers,
+    shared_bound_us,
+)
 from dmuon_jax.planning.cost import source_of
 from dmuon_jax.planning.counts import branches
 from dmuon_jax.planning.devices import Rates
@@ -99,9 +105,16 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
     )
     solution = solve(problem)
     group_layouts = [layouts[indices[0]] for indices in members]
+    counts, buffers = share_buffers(
+        problem,
+        solution,
+        [(wave, route(layout, d)) for (wave, layout), d in zip(keys, dtypes, strict=True)],
+    )
     groups = tuple(
-        Group(tuple(indices), dtype, counts, (Part(max(counts), waves[indices[0]]),))
-        for indices, dtype, counts in zip(members, dtypes, solution.counts, strict=True)
+        Group(tuple(indices), dtype, row, (Part(max(row), wave),), buffer)
+        for (wave, _), indices, dtype, row, buffer in zip(
+            keys, members, dtypes, counts, buffers, strict=True
+        )
     )
     bounded = max(waves, default=0) > 0
     if settings.overlap is not None and not bounded:
@@ -111,17 +124,24 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         clock = Clock(loads, settings.cost, solution.methods, settings.overlap)
         groups = in_waves(groups, choose_waves(clock))
     buckets = make_buckets(groups, group_layouts, solution, settings)
+    loads_us = owner_loads(mesh, groups, group_layouts, buckets, settings.cost)
+    moving_us = exchange_us(problem, groups)
+    bound_us, status = solution.lower_bound_us, solution.status
+    if len(set(buffers)) < len(buffers):
+        bound_us = min(bound_us, shared_bound_us(problem))
+        status = f"{status[:-1]} where groups share no buffers; here they do."
+    total_us = max(loads_us, default=0.0) + moving_us
     return Plan(
         mesh=mesh,
         owner_axes=settings.owner_axes,
         leaves=leaves,
         groups=groups,
         buckets=buckets,
-        owner_load_us=owner_loads(mesh, groups, group_layouts, buckets, settings.cost),
-        exchange_us=solution.exchange_us,
-        lower_bound_us=solution.lower_bound_us,
-        gap=solution.gap,
-        status=solution.status,
+        owner_load_us=loads_us,
+        exchange_us=moving_us,
+        lower_bound_us=bound_us,
+        gap=(total_us - bound_us) / total_us if total_us > bound_us else 0.0,
+        status=status,
         costs=source_of(settings.cost),
         bounded=bounded,
     )
@@ -222,6 +242,7 @@ def load(problem: Problem, group: Group, items: Sequence[LeafLayout]) -> Load:
     arriving, leaving = (num / max(group.slots, 1) for num in here)
     return Load(
         slots=group.slots,
+        buffer=group.buffer,
         in_us=in_us,
         out_us=out_us,
         elements=(arriving, leaving),

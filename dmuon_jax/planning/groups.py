@@ -29,12 +29,16 @@ class Group:
       counts: parcels on each free owner, row-major over the layout's free axes. Every
         owner has ``max(counts)`` slots; those beyond its count are EMPTY.
       parts: its slots, by what travels together.
+      buffer: groups with one number never have parcels on one owner, and what they send
+        in a wave lies in one buffer: an owner's row of it holds the slots of whichever
+        group it has parcels of.
     """
 
     leaves: tuple[int, ...]
     exchange_dtype: str
     counts: tuple[int, ...]
     parts: tuple[Part, ...]
+    buffer: int
 
     @property
     def slots(self) -> int:

@@ -59,6 +59,8 @@ class Load:
 
     Attributes:
       slots: slots of every owner.
+      buffer: groups with one number share a buffer, whose rows are as long as the longest
+        of theirs.
       in_us: time on the link of one slot on its way to the owner.
       out_us: the same on its way back.
       elements: local elements of the momentum and of the parameter, by slot.
@@ -66,6 +68,7 @@ class Load:
     """
 
     slots: int
+    buffer: int
     in_us: float
     out_us: float
     elements: tuple[float, float]
@@ -89,23 +92,42 @@ class Clock:
     rates: Rates
 
     def times(self, wave: Wave) -> Times:
-        """What one wave takes on each stream."""
+        """What one wave takes on each stream.
+
+        An owner works on one group of each buffer at most: on the costliest, say.
+        """
+        buffers: dict[int, list[int]] = {}
+        for number in wave:
+            buffers.setdefault(self.loads[number].buffer, []).append(number)
+        inward = back = 0.0
+        for numbers in buffers.values():
+            inward += self.link_us(max(wave[i] * self.loads[i].in_us for i in numbers))
+            back += self.link_us(max(wave[i] * self.loads[i].out_us for i in numbers))
+        traffic = [(n, *self.loads[i].elements) for i, n in wave.items()]
+        pack = self.rates.stream_us(PACK_BYTES * sum(n * x for n, x, _ in traffic))
+        apply = self.rates.stream_us(APPLY_BYTES * sum(n * x for n, _, x in traffic))
+        busiest = (
+            max(numbers, key=lambda i: self.work_us({i: wave[i]}))
+            for numbers in buffers.values()
+        )
+        work = self.work_us({i: wave[i] for i in busiest})
+        return Times(pack, inward, work, back, apply)
+
+    def link_us(self, sending_us: float) -> float:
+        """Time of a collective that is on the link for ``sending_us``."""
+        return self.rates.start_us + sending_us if sending_us else 0.0
+
+    def work_us(self, wave: Wave) -> float:
+        """Time of a device that computes all slots of ``wave``."""
         batches: dict[Shape, int] = {}
-        pack = inward = back = apply = 0.0
         for number, slots in wave.items():
-            load = self.loads[number]
-            inward += self.rates.start_us * (load.in_us > 0) + slots * load.in_us
-            back += self.rates.start_us * (load.out_us > 0) + slots * load.out_us
-            pack += self.rates.stream_us(PACK_BYTES * slots * load.elements[0])
-            apply += self.rates.stream_us(APPLY_BYTES * slots * load.elements[1])
-            for shape in load.matrices:
+            for shape in self.loads[number].matrices:
                 batches[shape] = batches.get(shape, 0) + slots
         methods = dict(self.methods)
-        work = sum(
+        return sum(
             self.cost.time_us(shape, batch, methods[shape])
             for shape, batch in batches.items()
         )
-        return Times(pack, inward, work, back, apply)
 
     def pipeline_us(self, waves: Sequence[Wave]) -> float:
         """Time of all waves; see the function of that name."""

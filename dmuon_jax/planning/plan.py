@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dmuon_jax.layout import LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
 from dmuon_jax.planning import report
+from dmuon_jax.planning.buffers import route
 from dmuon_jax.planning.groups import Bucket, Group
 from dmuon_jax.planning.leaf_checks import check_dtype, check_leaf
 from dmuon_jax.planning.plan_json import read, read_json
@@ -20,7 +21,7 @@ from dmuon_jax.planning.plan_json import read, read_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +85,13 @@ class Plan:
         return self.layouts[group.leaves[0]].layout
 
     @functools.cached_property
-    def waves(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The parts of each wave, as positions (group, part)."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_waves)]
+    def waves(self) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+        """For each wave its buffers, and for each buffer its parts (group, part)."""
+        found: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(self.num_waves)]
         for number, group in enumerate(self.groups):
             for part, item in enumerate(group.parts):
-                found[item.wave].append((number, part))
-        return tuple(tuple(parts) for parts in found)
+                found[item.wave].setdefault(group.buffer, []).append((number, part))
+        return tuple(tuple(map(tuple, buffers.values())) for buffers in found)
 
     @property
     def num_waves(self) -> int:
@@ -178,6 +179,7 @@ def check_plan(plan: Plan) -> None:
         raise ValueError(f"groups must hold each leaf once, got positions {placed}")
     for group in plan.groups:
         check_group(plan, group)
+    check_buffers(plan)
     pieces = sorted((m.group, m.part, m.piece) for b in plan.buckets for m in b.members)
     wanted = [
         (index, part, piece)
@@ -211,6 +213,31 @@ def check_group(plan: Plan, group: Group) -> None:
     sizes = [part.slots for part in group.parts]
     if sum(sizes) != group.slots or not sizes or (len(sizes) > 1 and min(sizes) < 1):
         raise ValueError(f"parts must divide {group.slots} slots, got {sizes} for {paths}")
+
+
+def check_buffers(plan: Plan) -> None:
+    """Raises ``ValueError`` unless groups of one buffer can travel in it together."""
+    buffers: dict[int, list[Group]] = {}
+    for group in plan.groups:
+        buffers.setdefault(group.buffer, []).append(group)
+    if sorted(buffers) != list(range(len(buffers))):
+        raise ValueError(f"buffers must be numbered from 0, got {sorted(buffers)}")
+    for number, groups in buffers.items():
+        paths = [plan.leaves[index].path for group in groups for index in group.leaves]
+        where = f"in buffer {number} of {paths}"
+        routes = {route(plan.group_layout(x), x.exchange_dtype) for x in groups}
+        if len(routes) > 1:
+            raise ValueError(f"groups of a buffer must go one way, got {routes} {where}")
+        counts = [group.counts for group in groups]
+        if any(sum(map(bool, row)) > 1 for row in zip(*counts, strict=True)):
+            raise ValueError(
+                f"groups of a buffer must have no owner in common, got {counts} {where}"
+            )
+    for group in plan.groups:
+        waves = [part.wave for part in group.parts]
+        if len(set(waves)) != len(waves):
+            paths = [plan.leaves[index].path for index in group.leaves]
+            raise ValueError(f"parts of a group must be of different waves for {paths}")
 
 
 def check_bucket(plan: Plan, bucket: Bucket) -> None:

@@ -6,11 +6,12 @@ Reads plans, never builds them.
 import dataclasses
 import math
 import typing
+from collections.abc import Sequence
 
 from dmuon_jax.planning.cost import iteration_flops
 
 if typing.TYPE_CHECKING:
-    from dmuon_jax.planning.groups import Bucket, Group, Member
+    from dmuon_jax.planning.groups import Bucket, Member
     from dmuon_jax.planning.plan import Plan
 
 ITEMSIZE = {
@@ -46,45 +47,64 @@ class ExchangeBytes:
         return self.all_to_all + self.all_gather
 
 
-def group_bytes(plan: "Plan", group: "Group") -> ExchangeBytes:
-    """The share of one exchange group."""
-    layout = plan.group_layout(group)
-    itemsize = ITEMSIZE[group.exchange_dtype]
-    number = plan.groups.index(group)
+def buffer_bytes(plan: "Plan", parts: Sequence[tuple[int, int]]) -> ExchangeBytes:
+    """What the parts (group, part) of one buffer move, both ways."""
+    groups = [plan.groups[number] for number, _ in parts]
+    layouts = [plan.group_layout(group) for group in groups]
+    itemsize = ITEMSIZE[groups[0].exchange_dtype]
+    totals = {"all_to_all": 0, "all_gather": 0, "scales": 0}
+    useful, collectives = 0.0, 0
+    for way in ("in", "out"):
+        sides = [layout.side(way) for layout in layouts]
+        extra = has_scales(plan, parts[0][0], way) and sides[0].travels
+        for kind, elements in zip(
+            ("all_to_all", "all_gather"),
+            zip(*(side.elements_per_slot() for side in sides), strict=True),
+            strict=True,
+        ):
+            # On the way out a forced axis of the way in multiplies the slots, and vice
+            # versa; those coordinates are part of `owner`, hence of the number of blocks.
+            blocks = [
+                num // math.prod(side.block_shape)
+                for num, side in zip(elements, sides, strict=True)
+            ]
+            rows = [
+                (group.parts[part].slots * (num + extra * n), group.parts[part].slots * n)
+                for num, n, group, (_, part) in zip(
+                    elements, blocks, groups, parts, strict=True
+                )
+            ]
+            longest, scales = max(rows)
+            totals[kind] += longest * itemsize
+            totals["scales"] += extra * scales * itemsize
+            for (length, _), group, (_, part) in zip(rows, groups, parts, strict=True):
+                counts = group.part_counts(part)
+                slots = max(1, group.parts[part].slots * len(counts))
+                useful += length * itemsize * sum(counts) / slots
+            collectives += any(elements)
+    moved = totals["all_to_all"] + totals["all_gather"]
+    return ExchangeBytes(**totals, empty=round(moved - useful), collectives=collectives)
+
+
+def has_scales(plan: "Plan", number: int, way: str) -> bool:
+    """Whether blocks of a group would travel with exponents."""
+    if plan.groups[number].exchange_dtype != "float16":
+        return False
     results = {
         bucket.compute_dtype
         for bucket in plan.buckets
         if any(member.group == number for member in bucket.members)
     }
-    useful = sum(group.counts) / layout.num_owners
-    totals = {"all_to_all": 0, "all_gather": 0, "scales": 0}
-    collectives = 0
-    for way in ("in", "out"):
-        side = layout.side(way)
-        # On the way out a forced axis of the way in multiplies the slots, and vice versa;
-        # those coordinates are part of `owner`, hence of the block factors below.
-        block = math.prod(side.block_shape)
-        # float16 results of the iteration need no exponents on their way back.
-        plain = way == "out" and results == {"float16"}
-        extra = 1 if group.exchange_dtype == "float16" and side.travels and not plain else 0
-        for kind, elements in zip(
-            ("all_to_all", "all_gather"), side.elements_per_slot(), strict=True
-        ):
-            blocks = elements // block
-            totals[kind] += group.slots * blocks * (block + extra) * itemsize
-            totals["scales"] += group.slots * blocks * extra * itemsize
-            collectives += len(group.parts) if elements else 0
-    moved = totals["all_to_all"] + totals["all_gather"]
-    empty = round(moved * (1 - useful / group.slots)) if group.slots else 0
-    return ExchangeBytes(**totals, empty=empty, collectives=collectives)
+    # float16 results of the iteration need none on their way back.
+    return way == "in" or results != {"float16"}
 
 
 def exchange_bytes(plan: "Plan") -> ExchangeBytes:
     """The whole step."""
-    parts = [group_bytes(plan, group) for group in plan.groups]
+    found = [buffer_bytes(plan, parts) for wave in plan.waves for parts in wave]
     return ExchangeBytes(
         *(
-            sum(dataclasses.astuple(part)[i] for part in parts)
+            sum(dataclasses.astuple(item)[i] for item in found)
             for i in range(len(dataclasses.fields(ExchangeBytes)))
         )
     )
