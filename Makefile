@@ -1,15 +1,17 @@
 # make demo    trains with AdamW, optax.contrib.muon and dmuon (about 5 minutes)
 # make test    runs the tests
-# make test-oldest    runs the core's tests with the oldest versions that are allowed
+# make test-oldest    the same with the oldest versions that are allowed, in .venv-oldest
 # make bench   times the optimizers' updates
 # make check   checks style and types
 # make test-cuda PYTHON=python3.12 VENV=.venv-cuda    compiles for GPUs without one
 #
 # Each makes its own environment in .venv first. PYTHON=python3.12 chooses the Python,
-# VENV=folder the environment, ARGS="..." is handed on to the program.
+# VENV=folder the environment, CONSTRAINTS=file the versions in it; ARGS="..." is handed on
+# to the program.
 
 VENV ?= .venv
 ARGS ?=
+CONSTRAINTS ?=
 export JAX_PLATFORMS = cpu
 
 in_venv = $(VENV)/bin/python
@@ -34,11 +36,9 @@ test: $(VENV)/has-test
 bench: $(VENV)/has-demo
 	$(in_venv) bench/bench_update.py $(ARGS)
 
-core = muon optax_parity exchange split contract planning planning_milp planning_packing
-
-# The oldest jax is for Python 3.11: VENV=.venv-oldest PYTHON=python3.11.
-test-oldest: $(VENV)/has-oldest
-	$(in_venv) -m pytest -n 2 --dist loadfile $(core:%=tests/test_%.py) $(ARGS)
+# The oldest jax is for Python 3.11.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest PYTHON=$$(.ci/find-python 3.11) CONSTRAINTS=.ci/oldest.txt
 
 # Compiles every GPU kernel and whole steps for GPUs that are not there. Needs Python 3.12
 # and about 5 GB for the CUDA wheels.
@@ -64,12 +64,7 @@ $(VENV)/made-by: $(again)
 
 $(VENV)/has-demo $(VENV)/has-test: $(VENV)/has-%: $(VENV)/made-by pyproject.toml
 	@echo "Installing dmuon_jax and what its $* needs (a minute or two)"
-	@$(install) -e ".[$*]"
-	@touch $@
-
-$(VENV)/has-oldest: $(VENV)/made-by pyproject.toml .ci/oldest.txt
-	@echo "Installing dmuon_jax with the oldest versions it allows"
-	@$(install) -e ".[test]" -c .ci/oldest.txt
+	@$(install) -e ".[$*]" $(CONSTRAINTS:%=-c %)
 	@touch $@
 
 $(VENV)/has-check: $(VENV)/has-test
