@@ -39,7 +39,7 @@ def test_a_case_is_compiled_once_and_a_refusal_has_no_ratio():
     cases = scaling.all_cases()
     assert len(cases) == len(set(cases))
     record = {"commit": "", "jax": "", "model": "pi0", "layout": "fsdp", "devices": 8}
-    record |= {"clip": True}
+    record |= {"clip": True, "batch": 1}
     records = [
         record | {"optimizer": "adamw", "step_us": 100.0},
         record | {"optimizer": "dmuon", "step_us": 103.0},
