@@ -2,15 +2,13 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from dmuon_jax import plan_owners
 from dmuon_jax.proof import audit
-from dmuon_jax.proof.models import model_named, parameter_shapes
-from dmuon_jax.proof.steps import Cluster, compile_step, dimension_numbers
+from dmuon_jax.proof.models import model_named
+from dmuon_jax.proof.steps import Cluster, compile_step
 from dmuon_jax.proof.topology import compile_devices
 
 pytestmark = pytest.mark.cuda_compile
@@ -59,20 +57,9 @@ def step(request):
     model = model_named("qwen2.5-1.5b")
     cluster = Cluster(Mesh(np.array(devices), ("fsdp",)), "h200")
     tokens = (request.param, 4096)
-    compiled, _ = compile_step(model, cluster, "dmuon", tokens, clip=True)
-    shardings = {
-        tower: {role: cluster.parameter(x.shape, role) for role, x in leaves.items()}
-        for tower, leaves in parameter_shapes(model).items()
-    }
-    plan = plan_owners(
-        parameter_shapes(model),
-        muon_weight_dimension_numbers=dimension_numbers,
-        param_shardings=shardings,
-        compute_dtype=jnp.float16,
-        exchange_dtype=jnp.float16,
-    )
-    found = audit(compiled, device="h200")
-    return plan, found, exchange_of(found)
+    step = compile_step(model, cluster, "dmuon", tokens, clip=True)
+    found = audit(step.compiled, plan=step.plan, device="h200")
+    return step.plan, found, exchange_of(found)
 
 
 def test_exchange_is_what_the_plan_says(step):
