@@ -40,9 +40,7 @@ def exchange_of(found):
     assert all(event.lane == "compute" for event in iteration)
     return Exchange(
         collectives=tuple(filter(is_exchange, found.collectives)),
-        events=tuple(
-            e for e in events if e.lane == "communication" and is_exchange(e)
-        ),
+        events=tuple(e for e in events if e.lane == "communication" and is_exchange(e)),
         iteration_us=sum(event.duration_us for event in iteration),
     )
 
@@ -73,7 +71,9 @@ def test_exchange_is_what_the_plan_says(step):
 
 def test_exchange_runs_beside_the_iteration(step):
     _, found, exchange = step
-    iteration = {e.name for e in found.timeline.events if "/newton_schulz/" in e.op_name}
+    iteration = {
+        e.name for e in found.timeline.events if "/newton_schulz/" in e.op_name
+    }
     # XLA makes those synchronous beside which it finds nothing to run.
     synchronous = [item for item in exchange.collectives if not item.asynchronous]
     assert len(synchronous) <= 1

@@ -33,7 +33,9 @@ REDUCE_US = 100 + 2 * 128 * 3 / 4
 
 def switch(name, *branches):
     names = ", ".join(f"%{item}" for item in branches)
-    return f"%{name} = bf16[8,8] conditional(%i, %x, %x), branch_computations={{{names}}}"
+    return (
+        f"%{name} = bf16[8,8] conditional(%i, %x, %x), branch_computations={{{names}}}"
+    )
 
 
 def lines_of(ops):
@@ -137,7 +139,9 @@ def run(text, told):
 @pytest.mark.parametrize("seed", range(60))
 def test_classes_follow_the_clocks_of_their_devices(seed):
     chance = random.Random(seed)
-    ops, told = random_ops(chance, ("dot", "switch", "switch", "sync", "start", "start"))
+    ops, told = random_ops(
+        chance, ("dot", "switch", "switch", "sync", "start", "start")
+    )
     told = told or {"op-1": [0] * 5}
     step, exposed, waits, starts = follow(ops, told)
     timeline = run(entry(*HEADING, *lines_of(ops)), told)

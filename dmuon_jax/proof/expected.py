@@ -83,7 +83,9 @@ def told_branches(module: Module, plan: Plan) -> dict[str, tuple[int, ...]]:
     found, wrong = {}, []
     for computation in module.computations.values():
         for item in computation.instructions:
-            match = SWITCH.search(item.op_name) if item.opcode == "conditional" else None
+            match = (
+                SWITCH.search(item.op_name) if item.opcode == "conditional" else None
+            )
             if match is None:
                 continue
             number = int(match.group(1))
