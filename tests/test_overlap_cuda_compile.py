@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from dmuon_jax.proof import audit
+from dmuon_jax.proof.expected import expect
 from dmuon_jax.proof.models import model_named
 from dmuon_jax.proof.steps import Cluster, compile_step
 from dmuon_jax.proof.topology import compile_devices
@@ -45,17 +46,20 @@ def exchange_of(found):
     )
 
 
-@pytest.fixture(scope="module", params=[8, 64], ids=["1x8", "8x8"])
-def step(request):
-    """A step of qwen2.5-1.5b with clipping: its plan, its audit, its exchange."""
+def step_of(model, count):
+    """A step with clipping on so many devices."""
     try:
-        devices = compile_devices("h200", request.param)
+        devices = compile_devices("h200", count)
     except NotImplementedError as error:
         pytest.skip(str(error))
-    model = model_named("qwen2.5-1.5b")
     cluster = Cluster(Mesh(np.array(devices), ("fsdp",)), "h200")
-    tokens = (request.param, 4096)
-    step = compile_step(model, cluster, "dmuon", tokens, clip=True)
+    return compile_step(model_named(model), cluster, "dmuon", (count, 4096), clip=True)
+
+
+@pytest.fixture(scope="module", params=[8, 64], ids=["1x8", "8x8"])
+def step(request):
+    """A step of qwen2.5-1.5b: its plan, its audit, its exchange."""
+    step = step_of("qwen2.5-1.5b", request.param)
     found = audit(step.compiled, plan=step.plan, device="h200")
     return step.plan, found, exchange_of(found)
 
@@ -95,3 +99,22 @@ def test_exposed_exchange(step):
         assert exchange.total_us > 2 * exchange.iteration_us
         most = 0.72
     assert exchange.exposed_us <= most * exchange.total_us
+
+
+def test_clock_of_owners_that_take_turns():
+    """Of the larger model's matrices no device computes one of every kind."""
+    step = step_of("qwen2.5-7b", 64)
+    plan = step.plan
+    slowest = audit(step.compiled, device="h200", scope="newton_schulz")
+    found = audit(step.compiled, device="h200", scope="newton_schulz", plan=plan)
+    several = [number for number, x in enumerate(plan.buckets) if len(x.branches) > 1]
+    path = "jit(step)/shard_map/newton_schulz/bucket"
+    names = sorted(item.op_name for item in found.flops.conditionals)
+    assert names == [f"{path}{number}/cond" for number in several] and names
+    # Tiles on the diagonal of symmetric products and EMPTY slots of small matrices.
+    ideal_flops = expect(plan, symmetric=True).ideal_flops
+    assert 1.0 <= found.scope_mean_flops / ideal_flops < 1.05
+    assert slowest.scope_mean_flops / ideal_flops > 1.5
+    assert found.step_us < slowest.step_us
+    most = exchange_of(slowest).iteration_us
+    assert exchange_of(found).iteration_us < 0.8 * most

@@ -53,8 +53,10 @@ def expect(
             symmetric=symmetric,
         )
         for member in bucket.members:
-            leaves = plan.groups[member.group].leaves
-            useful += flops * sum(plan.leaves[i].num_parcels for i in leaves)
+            group = plan.groups[member.group]
+            share = sum(group.part_counts(member.part)) / sum(group.counts)
+            parcels = sum(plan.leaves[i].num_parcels for i in group.leaves)
+            useful += flops * parcels * share
     return Expected(
         ideal_flops=useful / plan.mesh.size(plan.owner_axes),
         exchange_bytes=plan.exchange_bytes.total,

@@ -97,7 +97,7 @@ def fact_rows(audit: Audit) -> list[tuple[str, ...]]:
         ]
         if audit.plan_bytes is not None:
             wait_us = audit.timeline.imbalance_us
-            rows.append(("waits for other devices ms", f"{wait_us / 1e3:.3f}"))
+            rows.append(("waits for other devices ms", f"{wait_us / 1e3:z.3f}"))
     return rows
 
 
