@@ -145,7 +145,7 @@ def iterate(
 ) -> dict[tuple[int, int], list[jax.Array]]:
     """The buckets of one wave: results of each part (group, part), by piece."""
     pieces = {}
-    for bucket in plan.buckets:
+    for position, bucket in enumerate(plan.buckets):
         if plan.wave_of(bucket) != wave:
             continue
         stacks, exponents = [], []
@@ -153,7 +153,7 @@ def iterate(
             parcels, exponent = arrived[m.group, m.part]
             stacks.append(cut(parcels, group_leaf(plan, m.group), m.piece))
             exponents.append(exponent)
-        with jax.named_scope("newton_schulz"):
+        with jax.named_scope(f"newton_schulz/bucket{position}"):
             done = run_bucket(fn, bucket, plan, stacks, exponents)
         for m, result in zip(bucket.members, done, strict=True):
             pieces[m.group, m.part, m.piece] = result

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from dmuon_jax.newton_schulz import orthogonalize_batch
 from dmuon_jax.proof.hlo import parse
-from dmuon_jax.proof.timeline import FREE
+from dmuon_jax.proof.streams import FREE
 from dmuon_jax.proof.traffic import memory_bytes
 from dmuon_jax.transform import scale_by_dmuon
 from tests import deviceless

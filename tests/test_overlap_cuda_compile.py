@@ -2,15 +2,14 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from dmuon_jax import plan_owners
 from dmuon_jax.proof import audit
-from dmuon_jax.proof.models import model_named, parameter_shapes
-from dmuon_jax.proof.steps import Cluster, compile_step, dimension_numbers
+from dmuon_jax.proof.expected import expect
+from dmuon_jax.proof.models import model_named
+from dmuon_jax.proof.steps import Cluster, compile_step
 from dmuon_jax.proof.topology import compile_devices
 
 pytestmark = pytest.mark.cuda_compile
@@ -42,37 +41,27 @@ def exchange_of(found):
     assert all(event.lane == "compute" for event in iteration)
     return Exchange(
         collectives=tuple(filter(is_exchange, found.collectives)),
-        events=tuple(
-            e for e in events if e.lane == "communication" and is_exchange(e)
-        ),
+        events=tuple(e for e in events if e.lane == "communication" and is_exchange(e)),
         iteration_us=sum(event.duration_us for event in iteration),
     )
 
 
-@pytest.fixture(scope="module", params=[8, 64], ids=["1x8", "8x8"])
-def step(request):
-    """A step of qwen2.5-1.5b with clipping: its plan, its audit, its exchange."""
+def step_of(model, count):
+    """A step with clipping on so many devices."""
     try:
-        devices = compile_devices("h200", request.param)
+        devices = compile_devices("h200", count)
     except NotImplementedError as error:
         pytest.skip(str(error))
-    model = model_named("qwen2.5-1.5b")
     cluster = Cluster(Mesh(np.array(devices), ("fsdp",)), "h200")
-    tokens = (request.param, 4096)
-    compiled, _ = compile_step(model, cluster, "dmuon", tokens, clip=True)
-    shardings = {
-        tower: {role: cluster.parameter(x.shape, role) for role, x in leaves.items()}
-        for tower, leaves in parameter_shapes(model).items()
-    }
-    plan = plan_owners(
-        parameter_shapes(model),
-        muon_weight_dimension_numbers=dimension_numbers,
-        param_shardings=shardings,
-        compute_dtype=jnp.float16,
-        exchange_dtype=jnp.float16,
-    )
-    found = audit(compiled, device="h200")
-    return plan, found, exchange_of(found)
+    return compile_step(model_named(model), cluster, "dmuon", (count, 4096), clip=True)
+
+
+@pytest.fixture(scope="module", params=[8, 64], ids=["1x8", "8x8"])
+def step(request):
+    """A step of qwen2.5-1.5b: its plan, its audit, its exchange."""
+    step = step_of("qwen2.5-1.5b", request.param)
+    found = audit(step.compiled, plan=step.plan, device="h200")
+    return step.plan, found, exchange_of(found)
 
 
 def test_exchange_is_what_the_plan_says(step):
@@ -86,7 +75,9 @@ def test_exchange_is_what_the_plan_says(step):
 
 def test_exchange_runs_beside_the_iteration(step):
     _, found, exchange = step
-    iteration = {e.name for e in found.timeline.events if "/newton_schulz/" in e.op_name}
+    iteration = {
+        e.name for e in found.timeline.events if "/newton_schulz/" in e.op_name
+    }
     # XLA makes those synchronous beside which it finds nothing to run.
     synchronous = [item for item in exchange.collectives if not item.asynchronous]
     assert len(synchronous) <= 1
@@ -108,3 +99,22 @@ def test_exposed_exchange(step):
         assert exchange.total_us > 2 * exchange.iteration_us
         most = 0.72
     assert exchange.exposed_us <= most * exchange.total_us
+
+
+def test_clock_of_owners_that_take_turns():
+    """Of the larger model's matrices no device computes one of every kind."""
+    step = step_of("qwen2.5-7b", 64)
+    plan = step.plan
+    slowest = audit(step.compiled, device="h200", scope="newton_schulz")
+    found = audit(step.compiled, device="h200", scope="newton_schulz", plan=plan)
+    several = [number for number, x in enumerate(plan.buckets) if len(x.branches) > 1]
+    path = "jit(step)/shard_map/newton_schulz/bucket"
+    names = sorted(item.op_name for item in found.flops.conditionals)
+    assert names == [f"{path}{number}/cond" for number in several] and names
+    # Tiles on the diagonal of symmetric products and EMPTY slots of small matrices.
+    ideal_flops = expect(plan, symmetric=True).ideal_flops
+    assert 1.0 <= found.scope_mean_flops / ideal_flops < 1.05
+    assert slowest.scope_mean_flops / ideal_flops > 1.5
+    assert found.step_us < slowest.step_us
+    most = exchange_of(slowest).iteration_us
+    assert exchange_of(found).iteration_us < 0.8 * most

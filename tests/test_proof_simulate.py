@@ -83,7 +83,11 @@ def test_dmuon_adds_an_exchange_and_no_loops(simulation):
     assert len(ours.collectives_in_loops) == len(adamw.collectives_in_loops)
     assert ours.dot_flops > adamw.dot_flops
     assert simulation.ratio(simulation.runs[0]) == 1.0
+    owners = [*ours.in_scope("to_owners"), *ours.in_scope("from_owners")]
+    assert adamw.plan_bytes is None and adamw.imbalance_us == pytest.approx(0)
+    assert ours.plan_bytes == sum(item.run_bytes for item in owners)
     split = simulation.runs[1].split_us()
+    assert split["imbalance"] == ours.imbalance_us
     assert sum(split.values()) == pytest.approx(ours.step_us)
 
 

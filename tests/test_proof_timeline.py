@@ -133,29 +133,6 @@ def test_loops_repeat_their_body():
     assert repeat.end_us - repeat.start_us == pytest.approx(4 * body_us)
 
 
-BRANCHES = f"""%none (x: bf16[8,8]) -> bf16[8,8] {{
-  ROOT %x = bf16[8,8] parameter(0)
-}}
-
-%some (x: bf16[8,8]) -> bf16[8,8] {{
-  %x = bf16[8,8] parameter(0)
-  ROOT %d = bf16[8,8] {DOT}
-}}
-
-"""
-
-
-def test_conditionals_run_the_slowest_branch_or_the_one_told():
-    text = BRANCHES + entry(
-        "%i = s32[] parameter(0)",
-        "%x = bf16[8,8] parameter(1)",
-        "ROOT %c = bf16[8,8] conditional(%i, %x, %x), "
-        "branch_computations={%none, %some}",
-    )
-    assert run(text).step_us == pytest.approx(DOT_US)
-    assert run(text, branches={"c": 0}).step_us == 0
-
-
 @pytest.mark.parametrize(
     "dtype, attribute, rate", [("f32", "", 2), ("f32", "{highest,highest}", 4)]
 )

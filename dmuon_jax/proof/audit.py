@@ -12,11 +12,12 @@ from dmuon_jax.planning.devices import Device, device_named
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.proof.checks import AuditError, over_count, over_ratio
 from dmuon_jax.proof.collective import Collective, collectives
-from dmuon_jax.proof.expected import expect
+from dmuon_jax.proof.expected import expect, told_branches, weights
 from dmuon_jax.proof.flops import Flops, dot_flops
 from dmuon_jax.proof.hlo import Module, parse
 from dmuon_jax.proof.report import table
-from dmuon_jax.proof.timeline import Timeline, simulate_streams
+from dmuon_jax.proof.streams import simulate_streams
+from dmuon_jax.proof.timeline import Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +117,13 @@ class Audit:
 
     @property
     def exposed_us(self) -> float | None:
-        """Model time that compute waits for communication."""
+        """Model time that the last device's compute waits for communication."""
         return None if self.timeline is None else self.timeline.exposed_us
+
+    @property
+    def imbalance_us(self) -> float | None:
+        """Model time that the devices that compute most in branches wait for others."""
+        return None if self.timeline is None else self.timeline.imbalance_us
 
     @property
     def exposed_fraction(self) -> float | None:
@@ -222,6 +228,7 @@ class Audit:
             "memory": None if self.memory is None else dataclasses.asdict(self.memory),
             "step_us": self.step_us,
             "exposed_us": self.exposed_us,
+            "imbalance_us": self.imbalance_us,
             "device": None if self.timeline is None else self.timeline.device,
             "unknown_loops": self.flops.unknown_loops,
             "unknown_kernels": self.flops.unknown_kernels,
@@ -273,8 +280,9 @@ def audit(
 
     Args:
       program: ``jitted.lower(...)``, its ``.compile()``, or text of optimized HLO.
-      plan: of the update in the program; gives `ideal_flops` (of five steps),
-        `branch_weights` and the bytes of the exchange.
+      plan: of the update in the program; gives `ideal_flops` (of five steps), the bytes
+        of the exchange, and what each device runs of the conditionals of its buckets, for
+        `branch_weights` and the model of time.
       device: an entry of `DEVICES` or its name, for the model of time.
       scope: part of ``op_name`` that marks the orthogonalization; the redundancy
         compares its FLOPs only. Empty means the whole program.
@@ -285,19 +293,22 @@ def audit(
 
     Raises:
       TypeError: `program` is none of the three.
-      ValueError: the text is no HLO module, or `device` is unknown.
+      ValueError: the text is no HLO module, `device` is unknown, or `plan` is another
+        program's.
     """
     module, memory = read_program(program)
     scoped = dot_flops(module, kernel_flops=kernel_flops, scope=scope)
-    weights = dict(branch_weights or {})
+    told = {} if plan is None else told_branches(module, plan)
+    shares = {**weights(scoped.conditionals, told), **(branch_weights or {})}
     expected = None if plan is None else expect(plan)
-    if expected is not None:
-        ideal_flops = expected.ideal_flops if ideal_flops is None else ideal_flops
-        weights = {**expected.weights(scoped.conditionals), **weights}
+    if expected is not None and ideal_flops is None:
+        ideal_flops = expected.ideal_flops
     timeline = None
     if device is not None:
         device = device_named(device) if isinstance(device, str) else device
-        timeline = simulate_streams(module, device, kernel_flops=kernel_flops)
+        timeline = simulate_streams(
+            module, device, kernel_flops=kernel_flops, branches=told
+        )
     return Audit(
         name=module.name,
         num_devices=module.num_devices,
@@ -305,7 +316,7 @@ def audit(
         flops=dot_flops(module, kernel_flops=kernel_flops),
         scope=scope,
         scope_flops=scoped.total,
-        scope_mean_flops=scoped.with_branches(weights),
+        scope_mean_flops=scoped.with_branches(shares),
         ideal_flops=ideal_flops,
         plan_bytes=None if expected is None else expected.exchange_bytes,
         memory=memory,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from dmuon_jax.planning.cost import iteration_flops
 from dmuon_jax.planning.groups import Bucket
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.proof.flops import Conditional
+from dmuon_jax.proof.hlo import Module
 
-TOLERANCE = 0.02
+# The switch of a bucket stands in the scope that `owners.iterate` gives it, directly:
+# what its branches hold has longer paths.
+SWITCH = re.compile(r"\bnewton_schulz/bucket(\d+)/[^/]+$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,52 +25,10 @@ class Expected:
       ideal_flops: matmul FLOPs if every matrix were orthogonalized once, spread evenly
         over the owners.
       exchange_bytes: buffer bytes of the exchange.
-      branch_flops: FLOPs of each branch of the buckets that have several.
-      branch_shares: share of the devices that run each of those branches.
     """
 
     ideal_flops: float
     exchange_bytes: int
-    branch_flops: tuple[tuple[float, ...], ...]
-    branch_shares: tuple[tuple[float, ...], ...]
-
-    def weights(
-        self, conditionals: tuple[Conditional, ...]
-    ) -> Mapping[str, tuple[float, ...]]:
-        """Weights for the conditionals that belong to a bucket, by name.
-
-        A conditional belongs to the first bucket whose branches cost the same up to
-        the few FLOPs that norms add; each bucket has one conditional.
-        """
-        found = {}
-        left = list(zip(self.branch_flops, self.branch_shares, strict=True))
-        for item in conditionals:
-            for number, (flops, shares) in enumerate(left):
-                if alike(item.branches, flops):
-                    found[item.name] = shares
-                    del left[number]
-                    break
-        return found
-
-
-def alike(found: tuple[float, ...], expected: tuple[float, ...]) -> bool:
-    """Whether branch costs agree within `TOLERANCE` of the largest."""
-    if len(found) != len(expected):
-        return False
-    slack = TOLERANCE * max(expected)
-    return all(abs(a - b) <= slack for a, b in zip(found, expected, strict=True))
-
-
-def bucket_branches(bucket: Bucket, matrix_flops: float) -> tuple[float, ...]:
-    """FLOPs of each branch of a bucket."""
-    return tuple(sum(counts) * matrix_flops for counts in bucket.branches)
-
-
-def shares(bucket: Bucket) -> tuple[float, ...]:
-    """Share of devices on each branch of a bucket."""
-    total = len(bucket.branch_of)
-    numbers = range(len(bucket.branches))
-    return tuple(bucket.branch_of.count(number) / total for number in numbers)
 
 
 def expect(
@@ -82,7 +44,6 @@ def expect(
         custom kernels are not in a program's text; see `kernel_flops` of `audit`.
     """
     useful = 0.0
-    several: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
     for bucket in plan.buckets:
         flops = iteration_flops(
             bucket.shape,
@@ -92,13 +53,72 @@ def expect(
             symmetric=symmetric,
         )
         for member in bucket.members:
-            leaves = plan.groups[member.group].leaves
-            useful += flops * sum(plan.leaves[i].num_parcels for i in leaves)
-        if len(bucket.branches) > 1:
-            several.append((bucket_branches(bucket, flops), shares(bucket)))
+            group = plan.groups[member.group]
+            share = sum(group.part_counts(member.part)) / sum(group.counts)
+            parcels = sum(plan.leaves[i].num_parcels for i in group.leaves)
+            useful += flops * parcels * share
     return Expected(
         ideal_flops=useful / plan.mesh.size(plan.owner_axes),
         exchange_bytes=plan.exchange_bytes.total,
-        branch_flops=tuple(flops for flops, _ in several),
-        branch_shares=tuple(share for _, share in several),
     )
+
+
+def device_branches(plan: Plan, bucket: Bucket) -> tuple[int, ...]:
+    """The branch of a bucket that each device runs, row-major over the mesh."""
+    varying = plan.group_layout(plan.groups[bucket.members[0].group]).varying
+    places = map(plan.mesh.coordinates, range(plan.mesh.num_devices))
+    return tuple(bucket.branch_of[plan.mesh.index(place, varying)] for place in places)
+
+
+def told_branches(module: Module, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The branch that each device runs, by name of conditional.
+
+    Conditionals that are no bucket's switch are left out.
+
+    Args:
+      module: the program.
+      plan: of the update in it.
+
+    Raises:
+      ValueError: a bucket of the program is none of the plan's, or has other branches.
+    """
+    found, wrong = {}, []
+    for computation in module.computations.values():
+        for item in computation.instructions:
+            match = (
+                SWITCH.search(item.op_name) if item.opcode == "conditional" else None
+            )
+            if match is None:
+                continue
+            number = int(match.group(1))
+            branches = 0
+            if number < len(plan.buckets):
+                branches = len(plan.buckets[number].branches)
+                found[item.name] = device_branches(plan, plan.buckets[number])
+            if branches != len(item.branches):
+                wrong.append(
+                    f"bucket {number} has {branches} branches, the program's "
+                    f"{len(item.branches)}, at {item.name}"
+                )
+    if wrong:
+        raise ValueError("plan must be that of the program: " + "; ".join(wrong))
+    return found
+
+
+def weights(
+    conditionals: Sequence[Conditional], told: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[float, ...]]:
+    """The share of devices on each branch, by name of conditional.
+
+    Args:
+      conditionals: of a program; those that are not told are left out.
+      told: the branch of each device, by name of conditional.
+    """
+    return {
+        item.name: tuple(
+            told[item.name].count(number) / len(told[item.name])
+            for number in range(len(item.branches))
+        )
+        for item in conditionals
+        if item.name in told
+    }

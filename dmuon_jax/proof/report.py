@@ -95,6 +95,9 @@ def fact_rows(audit: Audit) -> list[tuple[str, ...]]:
             ),
             ("exposed communication ms", f"{audit.timeline.exposed_us / 1e3:.3f}"),
         ]
+        if audit.plan_bytes is not None:
+            wait_us = audit.timeline.imbalance_us
+            rows.append(("waits for other devices ms", f"{wait_us / 1e3:z.3f}"))
     return rows
 
 

@@ -53,7 +53,7 @@ class Run:
         }
 
     def split_us(self) -> dict[str, float]:
-        """Step time by what it is spent on."""
+        """Step time by what the devices that compute most in branches spend it on."""
         events = self.timeline.events
         compute = [event for event in events if event.lane == "compute"]
         matmul = sum(e.duration_us * e.times for e in compute if e.flops)
@@ -62,6 +62,7 @@ class Run:
             "matmul": matmul,
             "memory": memory,
             "exposed": self.timeline.exposed_us,
+            "imbalance": self.timeline.imbalance_us,
         }
 
 
@@ -185,8 +186,9 @@ def simulate(
     runs = []
     for name in optimizers:
         tokens = (batch_per_device * count, sequence)
-        compiled, seconds = compile_step(model, cluster, name, tokens, clip)
-        runs.append(Run(name, seconds, audit(compiled, device=device)))
+        step = compile_step(model, cluster, name, tokens, clip)
+        found = audit(step.compiled, plan=step.plan, device=device)
+        runs.append(Run(name, step.compile_s, found))
     return Simulation(
         model=model.name,
         mesh=tuple(mesh_axes.items()),

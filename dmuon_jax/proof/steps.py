@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dmuon_jax.find_plan import plan_owners
 from dmuon_jax.muon import dmuon
+from dmuon_jax.planning.plan import Plan
 from dmuon_jax.proof.models import (
     Model,
     Sharded,
@@ -40,6 +42,15 @@ GPU_OPTIONS: dict[str, Any] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A compiled step, the plan of its dmuon, and the CPU seconds it took, all threads."""
+
+    compiled: jax.stages.Compiled
+    plan: Plan | None
+    compile_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,18 +168,33 @@ def dimension_numbers(params: Any) -> Any:
     }
 
 
-def optimizer_named(name: str, shardings: Any, cluster: Cluster) -> Any:
+def plan_for(name: str, params: Any, cluster: Cluster) -> Plan | None:
+    """The plan of the transform called `name`, None for those that have no owners."""
+    if name not in ("dmuon", "dmuon-local"):
+        return None
+    narrow = jnp.float16 if cluster.device in GPU_TARGETS else jnp.bfloat16
+    half = jnp.float32 if cluster.device == "cpu" else narrow
+    sharding = tuple(axis for axis in SHARD_AXES if axis in cluster.mesh.shape)
+    return plan_owners(
+        params,
+        muon_weight_dimension_numbers=dimension_numbers,
+        param_shardings=jax.tree.map(lambda leaf: leaf.sharding, params),
+        compute_dtype=half,
+        exchange_dtype=half,
+        owner_axes=None if name == "dmuon" else sharding,
+    )
+
+
+def optimizer_named(name: str, shardings: Any, plan: Plan | None) -> Any:
     """The transform called `name`.
 
     Args:
       name: adamw, muon (optax's), dmuon, or dmuon-local: its owners are spread over the
         axes that shard parameters, and replicas repeat the work.
       shardings: of the parameters.
-      cluster: what it runs on.
+      plan: of dmuon.
     """
     rate, decay = 3e-4, 0.1
-    narrow = jnp.float16 if cluster.device in GPU_TARGETS else jnp.bfloat16
-    half = jnp.float32 if cluster.device == "cpu" else narrow
     if name == "adamw":
         return optax.adamw(rate, weight_decay=decay)
     if name == "muon":
@@ -178,15 +204,12 @@ def optimizer_named(name: str, shardings: Any, cluster: Cluster) -> Any:
             muon_weight_dimension_numbers=dimension_numbers,
         )
     if name in ("dmuon", "dmuon-local"):
-        sharding = tuple(axis for axis in SHARD_AXES if axis in cluster.mesh.shape)
         return dmuon(
             rate,
             weight_decay=decay,
             muon_weight_dimension_numbers=dimension_numbers,
             param_shardings=shardings,
-            compute_dtype=half,
-            exchange_dtype=half,
-            owner_axes=None if name == "dmuon" else sharding,
+            plan=plan,
         )
     raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
 
@@ -211,8 +234,8 @@ def placed_state(state: Any, params: Any, cluster: Cluster) -> Any:
 
 def compile_step(
     model: Model, cluster: Cluster, optimizer: str, tokens: tuple[int, int], clip: bool
-) -> tuple[Any, float]:
-    """The compiled step and the CPU seconds that it took, all threads together."""
+) -> Step:
+    """The step of `model` with the transform called `optimizer`, compiled."""
     started = time.process_time()
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(
@@ -223,7 +246,8 @@ def compile_step(
         parameter_shapes(model),
     )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    transform = optimizer_named(optimizer, shardings, cluster)
+    plan = plan_for(optimizer, params, cluster)
+    transform = optimizer_named(optimizer, shardings, plan)
     if clip:
         transform = optax.chain(optax.clip_by_global_norm(1.0), transform)
     loss = loss_function(model, sharded_for(cluster))
@@ -241,4 +265,4 @@ def compile_step(
     options = GPU_OPTIONS if cluster.device in GPU_TARGETS else None
     with jax.sharding.use_abstract_mesh(cluster.mesh.abstract_mesh):
         compiled = jitted.lower(params, state, batch).compile(compiler_options=options)
-    return compiled, time.process_time() - started
+    return Step(compiled, plan, time.process_time() - started)
