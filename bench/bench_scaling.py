@@ -198,7 +198,7 @@ def ratios_table(records: list[dict]) -> str:
 
 def added_table(records: list[dict]) -> str:
     """What dmuon adds to AdamW's step at 128 GPUs, milliseconds."""
-    parts = ("matmul", "memory", "exposed")
+    parts = ("matmul", "memory", "exposed", "imbalance")
     rows = [
         (
             "model",
@@ -207,6 +207,7 @@ def added_table(records: list[dict]) -> str:
             "matmul",
             "memory passes",
             "exposed communication",
+            "waits for owners",
             "exchange, of it exposed",
             "≤ 1.02",
         )
