@@ -218,7 +218,10 @@ def added_table(records: list[dict]) -> str:
         base = found(records, dataclasses.replace(case, optimizer="adamw"))
         if not (ours and base):
             continue
-        added = [ours["split_us"][part] - base["split_us"][part] for part in parts]
+        added = [
+            ours["split_us"].get(part, 0.0) - base["split_us"].get(part, 0.0)
+            for part in parts
+        ]
         exchange = ours["exchange_us"]
         rows.append(
             (
