@@ -5,7 +5,7 @@ import difflib
 import json
 import math
 import pathlib
-from typing import Any
+from typing import Any, TypeGuard
 
 from dmuon_jax.cli.terminal import UsageError
 from dmuon_jax.matrices import Axes, MeshShape
@@ -19,6 +19,7 @@ from dmuon_jax.planning.workloads import (
 )
 
 MOST_DEVICES = 65536
+PICTURES = (".png", ".pdf", ".svg", ".jpg", ".webp")
 
 SHAPES_HELP = """JSON file of weight matrices:
 {"matrices": [{"name": "up", "shape": [4096, 14336], "count": 32},
@@ -65,6 +66,16 @@ def mesh_argument(text: str) -> MeshShape:
 def axes_argument(text: str) -> Axes:
     """``data,fsdp`` as axes; an empty text is none."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def owner_axes_argument(text: str) -> Axes:
+    """``data,fsdp`` as axes over which owners are spread: one at least, each once."""
+    axes = axes_argument(text)
+    if not axes or len(set(axes)) < len(axes):
+        raise argparse.ArgumentTypeError(
+            f"--owner-axes must name one axis at least, and each once, got {text!r}"
+        )
+    return axes
 
 
 def positive(text: str) -> int:
@@ -121,45 +132,84 @@ def read_text(path: pathlib.Path, what: str) -> str:
         ) from error
 
 
+def check_output(
+    what: str, path: pathlib.Path | None, suffixes: tuple[str, ...] = ()
+) -> None:
+    """Raises ``UsageError`` for a file that cannot be written, before work is done for it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"{what} must name a file, got the folder {path}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{what} must be in a folder that exists, got {path}")
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise UsageError(f"{what} must end in one of {', '.join(suffixes)}, got {path}")
+
+
 def read_model(arguments: argparse.Namespace) -> Workload:
     """The model that ``--model`` or ``--shapes`` names."""
     if arguments.model is not None:
         return load_workload(arguments.model)
     text = read_text(arguments.shapes, "--shapes")
     try:
-        data = json.loads(text)
-        matrices = tuple(matrices_of(record) for record in data["matrices"])
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"--shapes must be JSON: {arguments.shapes}: {error}"
-        ) from error
-    except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"--shapes must hold a list 'matrices' of name, shape and count: "
-            f"{arguments.shapes} ({type(error).__name__}: {error})"
-        ) from error
-    if not matrices:
-        raise UsageError(f"--shapes must hold matrices, got none in {arguments.shapes}")
+        matrices = shapes_of(text)
+    except ValueError as error:
+        raise UsageError(f"--shapes {arguments.shapes}: {error}") from error
     layers = max(item.count // math.prod(item.stack) for item in matrices)
     return Workload(arguments.shapes.stem, layers, matrices)
 
 
-def matrices_of(record: dict[str, Any]) -> Matrices:
-    """One entry of a file of shapes."""
-    item = Matrices(
-        record["name"],
-        tuple(record["shape"]),
-        record.get("count", math.prod(record.get("stack", ()))),
-        tuple(record.get("stack", ())),
-    )
-    sizes = (*item.shape, item.count, *item.stack)
-    whole = all(isinstance(size, int) and size > 0 for size in sizes)
-    if not whole or len(item.shape) != 2 or item.count % math.prod(item.stack):
-        raise UsageError(
-            "shape must be two sizes and count a multiple of the stack's product, all "
-            f"whole numbers >= 1, got {record}"
+def shapes_of(text: str) -> tuple[Matrices, ...]:
+    """The matrices of a file of shapes.
+
+    Raises:
+      ValueError: it is no JSON, or a field is not what it must be; names the field.
+    """
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"the file must be JSON: {error}") from error
+    records = data.get("matrices") if isinstance(data, dict) else data
+    if not isinstance(data, dict) or not isinstance(records, list) or not records:
+        raise ValueError(
+            f"the file must hold an object with a list of matrices, got {text.strip():.60}"
         )
-    return item
+    matrices = tuple(matrices_of(x, f"matrices[{i}]") for i, x in enumerate(records))
+    names = [item.name for item in matrices]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"name must be another for each of the matrices, got {twice} twice")
+    return matrices
+
+
+def matrices_of(record: Any, where: str) -> Matrices:
+    """One entry of a file of shapes."""
+    if not isinstance(record, dict):
+        raise ValueError(f"each of the matrices must be an object, got {record!r} at {where}")
+    fields = ("name", "shape", "count", "stack")
+    if unknown := sorted(set(record) - set(fields)):
+        raise ValueError(f"fields must be among {', '.join(fields)}, got {unknown} at {where}")
+
+    def wrong(field: str, must: str) -> ValueError:
+        value = f"{record[field]!r:.60}" if field in record else "none"
+        return ValueError(f"{field} must be {must}, got {value} at {where}")
+
+    name, shape, stack = record.get("name"), record.get("shape"), record.get("stack", [])
+    if not isinstance(name, str) or not name:
+        raise wrong("name", "a text")
+    if not are_sizes(shape) or len(shape) != 2:
+        raise wrong("shape", "two whole numbers >= 1")
+    if not are_sizes(stack):
+        raise wrong("stack", "whole numbers >= 1")
+    each = math.prod(stack)
+    count = record.get("count", each)
+    if not are_sizes([count]) or count % each:
+        raise wrong("count", f"a whole number >= 1, a multiple of {each}")
+    return Matrices(name, (shape[0], shape[1]), count, tuple(stack))
+
+
+def are_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Whether ``value`` is a list of whole numbers above zero."""
+    return isinstance(value, list) and all(type(x) is int and x > 0 for x in value)
 
 
 def placement(arguments: argparse.Namespace, model: Workload) -> Placement:

@@ -3,7 +3,7 @@
 import argparse
 import pathlib
 
-from dmuon_jax.cli.arguments import add_json, one_of, read_text
+from dmuon_jax.cli.arguments import PICTURES, add_json, check_output, one_of, read_text
 from dmuon_jax.cli.terminal import Terminal, UsageError
 from dmuon_jax.planning.devices import DEVICES
 from dmuon_jax.planning.plan import Plan
@@ -60,6 +60,7 @@ def add_parser(commands) -> None:
 
 def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     """Runs the command."""
+    check_output("--picture", arguments.picture, PICTURES)
     plan = None
     if arguments.plan is not None:
         plan = Plan.from_json(read_text(arguments.plan, "--plan"))

@@ -14,7 +14,7 @@ from dmuon_jax.cli.arguments import add_json
 from dmuon_jax.cli.machine import find_devices
 from dmuon_jax.cli.terminal import Terminal
 from dmuon_jax.kernels import tune
-from dmuon_jax.kernels.records import contents, default_directory
+from dmuon_jax.kernels.records import can_be_written, contents, default_directory
 from dmuon_jax.kernels.select import Problem, choose
 from dmuon_jax.kernels.support import target_device
 from dmuon_jax.planning import Problem as PlanningProblem
@@ -126,7 +126,7 @@ def kernels() -> Iterator[Finding]:
     if table is not None and table.exists():
         try:
             verdicts = tune.load(table)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             yield Finding("verdicts", "note", f"{table} is ignored: {error}")
     chosen: dict[str, list[str]] = {}
     for short, long in PROBES:
@@ -157,9 +157,12 @@ def caches() -> Iterator[Finding]:
     kept = default_directory()
     number, size = contents(kept)
     where = "nowhere, there is no home" if kept is None else str(kept)
-    yield Finding(
-        "measurements", "ok", f"{number} entries, {size / 1024:.1f} KiB in {where}"
-    )
+    found = f"{number} entries, {size / 1024:.1f} KiB in {where}"
+    if kept is None or can_be_written(kept):
+        yield Finding("measurements", "ok", found)
+    else:
+        why = "it cannot be written, so that nothing new is kept (XDG_CACHE_HOME names another)"
+        yield Finding("measurements", "note", f"{found}; {why}")
     config: Any = jax.config  # whose options exist at run time only
     folder = config.jax_compilation_cache_dir
     if folder:

@@ -6,10 +6,13 @@ import json
 import pathlib
 
 from dmuon_jax.cli.arguments import (
+    PICTURES,
     add_cluster,
     add_json,
     add_model,
     axes_argument,
+    check_output,
+    owner_axes_argument,
     placement,
     positive,
     read_model,
@@ -80,7 +83,8 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--owner-axes",
-        **axes,
+        type=owner_axes_argument,
+        metavar="AXES",
         help="axes over which owners are spread; auto: the cheapest (default: all)",
     )
     add("--scan", action="store_true", help="layers are stacked, as under lax.scan")
@@ -195,6 +199,8 @@ def alternatives(work: Work, arguments: argparse.Namespace) -> dict[Axes, Plan]:
 def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     """Runs the command."""
     device = DEVICES[arguments.device]
+    check_output("--save", arguments.save)
+    check_output("--plot", arguments.plot, PICTURES)
     with terminal.logs():
         work = work_for(arguments)
     with terminal.waiting("Solving the plan"):
@@ -215,7 +221,7 @@ def run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     terminal.print(table(cost_rows(costs)))
     for axes, other in others.items():
         terminal.print(advice(axes, costs, estimate(other, device)))
-    for tip in tips(plan, arguments.fsdp_axis or ("fsdp",)):
+    for tip in tips(plan, fsdp_axes(arguments)):
         terminal.print(tip)
     for path in (arguments.save, arguments.plot):
         if path is not None:
@@ -276,6 +282,11 @@ def tips(plan: Plan, fsdp_axes: Axes) -> list[str]:
     return found
 
 
+def fsdp_axes(arguments: argparse.Namespace) -> Axes:
+    """The axes that are meant to shard each matrix."""
+    return ("fsdp",) if arguments.fsdp_axis is None else arguments.fsdp_axis
+
+
 def undivided(plan: Plan, axis: str) -> str:
     """A sentence on the weights that ``axis`` is meant to shard but does not divide."""
     size = plan.mesh.size((axis,))
@@ -310,8 +321,10 @@ def record(plan: Plan, costs: Estimate, others: dict[Axes, Plan]) -> dict:
         "owner_load_us": plan.owner_load_us,
         "exchange_bytes": dataclasses.asdict(plan.exchange_bytes),
         "methods": [
-            {"shape": b.shape, "method": b.method, "dtype": b.compute_dtype}
-            for b in plan.buckets
+            {"shape": shape, "method": method, "dtype": dtype}
+            for shape, method, dtype in dict.fromkeys(
+                (b.shape, b.method, b.compute_dtype) for b in plan.buckets
+            )
         ],
         "estimate": dataclasses.asdict(costs)
         | {"hidden_us": costs.hidden_us, "exposed_us": costs.exposed_us},

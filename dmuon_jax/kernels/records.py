@@ -194,6 +194,12 @@ def sweep(directory: pathlib.Path) -> None:
             pass  # another process removed or finished it
 
 
+def can_be_written(directory: pathlib.Path) -> bool:
+    """Whether files can be kept in *directory*, which need not exist yet."""
+    there = next(each for each in (directory, *directory.parents) if each.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
 def contents(directory: pathlib.Path | None) -> tuple[int, int]:
     """How many entries *directory* holds, and their bytes in all."""
     sizes = []
