@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -219,10 +220,44 @@ def test_idleness_is_counted_in_work_that_is_needed():
         "idle or on EMPTY slots: 25.0% of what owners could do; 2 of 8 devices own no "
         "matrix (one matrix is never split over owners)" in plan.summary()
     )
+    rows = [line for line in plan.summary().splitlines() if " ms #" in line]
+    owned = plan.groups[0].counts
+    assert [row.endswith("(owns no matrix)") for row in rows] == [not n for n in owned]
+    wide = MeshShape(("fsdp",), (32,))
+    settings = cluster_settings(DEVICES["h200"], wide, cost=PerMatrix(1.0))
+    summary = make_plan(leaves_of(9, mesh=wide), wide, settings).summary()
+    notes = re.findall(r"\((\d) of 2 own no matrix\)", summary)
+    assert sum(map(int, notes)) == 32 - 9 and "the busiest of each 2)" in summary
+    settings = cluster_settings(DEVICES["h200"], mesh, cost=PerMatrix(1.0))
     full = make_plan(leaves_of(16, mesh=mesh), mesh, settings)
     assert full.idle_share == 0 and "own no matrix" not in full.summary()
     nothing = plan_owners({"bias": jnp.zeros(3)})
     assert nothing.idle_share == 0
+
+
+def test_the_summary_has_one_row_for_each_shape_whatever_the_waves():
+    mesh = MeshShape(("fsdp",), (4,))
+    settings = cluster_settings(DEVICES["h200"], mesh, max_wave_bytes=8 * 512 * 1024)
+    plan = make_plan(leaves_of(20, mesh=mesh), mesh, settings)
+    assert plan.num_waves > 1 and len(plan.buckets) > len({b.shape for b in plan.buckets})
+    table = plan.summary().split("dtype\n")[1].split("  idle")[0].splitlines()
+    rows = [line.split() for line in table]
+    assert len({(shape, *kind) for shape, _, _, *kind in rows}) == len(rows)
+    owned = np.sum([group.counts for group in plan.groups], axis=0)
+    spread = f"{min(owned)}-{max(owned)}" if len(set(owned)) > 1 else f"{owned[0]}"
+    assert [(row[1], row[2]) for row in rows] == [("20", spread)]
+
+
+def test_a_plan_for_one_device_says_that_no_mesh_was_given():
+    like = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    told = "on 1 device: no mesh of several was given, nor seen"
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    one = NamedSharding(mesh, P("x"))
+    for plan in (plan_owners(like), plan_owners(like, mesh, param_shardings=one)):
+        assert told in plan.summary().splitlines()[0]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    plan = plan_owners(like, param_shardings=NamedSharding(mesh, P("x")))
+    assert "on 2 devices (x=2)" in plan.summary()
 
 
 def run(capsys, *arguments):

@@ -117,9 +117,11 @@ def summary(plan: "Plan") -> str:
     axes = ", ".join(
         f"{n}={s}" for n, s in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
     )
+    where = f"{plan.mesh.num_devices} devices ({axes})"
+    if plan.mesh.num_devices == 1:
+        where = "1 device: no mesh of several was given, nor seen on the parameters"
     lines = [
-        f"plan: {plan.num_matrices} matrices of {len(plan.leaves)} leaves on "
-        f"{plan.mesh.num_devices} devices ({axes or 'no mesh'})",
+        f"plan: {plan.num_matrices} matrices of {len(plan.leaves)} leaves on {where}",
         f"  {plan.status}",
         f"  NS makespan {plan.makespan_us / 1e3:.3f} ms (busiest owner, model) + exchange "
         f"{plan.exchange_us / 1e3:.3f} ms if nothing hid it; bound on "
@@ -132,18 +134,26 @@ def summary(plan: "Plan") -> str:
         *axes_lines(plan),
         f"  {'matrix':>14} {'number':>7} {'per owner':>10} {'method':>7} {'dtype':>9}",
     ]
+    lines += [*matrix_rows(plan), idle_line(plan), *load_lines(plan)]
+    return "\n".join(lines)
+
+
+def matrix_rows(plan: "Plan") -> list[str]:
+    """A row for each shape, method and dtype, whatever waves its buckets are in."""
+    rows: dict[tuple[str, str, str], list[Bucket]] = {}
     for bucket in plan.buckets:
-        number = sum(num_matrices(plan, member) for member in bucket.members)
-        owned = owned_matrices(plan, bucket)
+        shape = f"{bucket.shape[0]}x{bucket.shape[1]}"
+        key = (shape, bucket.method, bucket.compute_dtype)
+        rows.setdefault(key, []).append(bucket)
+    lines = []
+    for (shape, method, dtype), buckets in rows.items():
+        members = [member for bucket in buckets for member in bucket.members]
+        number = sum(num_matrices(plan, member) for member in members)
+        owned = all_owned(plan, buckets)
         fewest, most = min(owned), max(owned)
         per_owner = f"{fewest}" if fewest == most else f"{fewest}-{most}"
-        shape = f"{bucket.shape[0]}x{bucket.shape[1]}"
-        lines.append(
-            f"  {shape:>14} {number:>7} {per_owner:>10} {bucket.method:>7} "
-            f"{bucket.compute_dtype:>9}"
-        )
-    lines += [idle_line(plan), "  load per owner (model):", *bars(plan.owner_load_us)]
-    return "\n".join(lines)
+        lines.append(f"  {shape:>14} {number:>7} {per_owner:>10} {method:>7} {dtype:>9}")
+    return lines
 
 
 def axes_lines(plan: "Plan") -> list[str]:
@@ -180,8 +190,7 @@ def idle_share(plan: "Plan") -> float:
 
 def idle_line(plan: "Plan") -> str:
     """How much of the devices lies idle, and why it stays so."""
-    owned = [owned_matrices(plan, bucket) for bucket in plan.buckets]
-    num_idle = sum(not any(numbers) for numbers in zip(*owned, strict=True))
+    num_idle = all_owned(plan, plan.buckets).count(0) if plan.buckets else 0
     line = f"  idle or on EMPTY slots: {idle_share(plan):.1%} of what owners could do"
     if num_idle:
         line += (
@@ -189,6 +198,8 @@ def idle_line(plan: "Plan") -> str:
             "matrix is never split over owners)"
         )
     return line
+
+
 def num_matrices(plan: "Plan", member: "Member") -> int:
     """Matrices of one member of a bucket."""
     group = plan.groups[member.group]
@@ -209,14 +220,29 @@ def owned_matrices(plan: "Plan", bucket: "Bucket") -> list[int]:
     ]
 
 
-def bars(loads: tuple[float, ...], width: int = 40, rows: int = 16) -> list[str]:
-    """A bar per owner; beyond ``rows`` owners, a bar per run of neighbours' maximum."""
-    size = math.ceil(len(loads) / rows) if loads else 1
+def all_owned(plan: "Plan", buckets: Sequence["Bucket"]) -> list[int]:
+    """Matrices of all ``buckets`` on each device."""
+    owned = [owned_matrices(plan, bucket) for bucket in buckets]
+    return [sum(numbers) for numbers in zip(*owned, strict=True)]
+
+
+def load_lines(plan: "Plan", width: int = 40, rows: int = 16) -> list[str]:
+    """A bar per device; beyond ``rows`` devices, a bar per run of neighbours' maximum.
+
+    A device without a matrix has a load where it computes EMPTY slots along with others.
+    """
+    loads = plan.owner_load_us
+    owned = all_owned(plan, plan.buckets) or [0] * len(loads)
+    size = math.ceil(len(loads) / rows)
+    most = f", the busiest of each {size}" if size > 1 else ""
     top = max(loads, default=0.0) or 1.0
-    lines = []
+    lines = [f"  load per owner, EMPTY slots included (model{most}):"]
     for start in range(0, len(loads), size):
         part = loads[start : start + size]
         name = f"{start}" if len(part) == 1 else f"{start}-{start + len(part) - 1}"
         bar = "#" * round(max(part) / top * width)
-        lines.append(f"  {name:>9} {max(part) / 1e3:9.3f} ms {bar}")
+        idle = owned[start : start + size].count(0)
+        note = f" ({idle} of {len(part)} own no matrix)" if idle and size > 1 else ""
+        note = " (owns no matrix)" if idle and size == 1 else note
+        lines.append(f"  {name:>9} {max(part) / 1e3:9.3f} ms {bar}{note}")
     return lines
