@@ -14,9 +14,10 @@ from dmuon_jax.costs import (
     obstacle,
     spans_processes,
 )
-from dmuon_jax.leaves import make_leaves, make_settings, name_some, see_one
+from dmuon_jax.leaves import make_leaves, make_settings, see_one
 from dmuon_jax.matrices import Leaf
 from dmuon_jax.options import OwnerOptions, owner_options
+from dmuon_jax.paths import name_some
 from dmuon_jax.plan_checks import check_agrees, check_fits
 from dmuon_jax.planning.build import Settings, make_plan
 from dmuon_jax.planning.compare import AUTO, cheapest_plan, owner_axes_candidates
@@ -25,7 +26,7 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import AnyMesh, Seen, find_mesh, given_shardings, mesh_shape
 from dmuon_jax.split import Dimensions
-from dmuon_jax.tree_checks import check_arrays
+from dmuon_jax.tree_checks import check_arrays, check_given
 from dmuon_jax.update_time import UpdatePath
 
 HOW_TO_TELL = (
@@ -80,14 +81,23 @@ class PlanFinder:
         if self.options.plan is not None:
             return self.given_plan(self.options.plan, arrays, dims, seen, mesh)
         shape = mesh_shape(mesh)
-        key = (tuple((path, np.shape(x)) for path, x in arrays.items()), shape)
+        bare = [path for path, item in seen.items() if item.mesh is None]
+        if self.given and mesh is not None and bare:
+            raise ValueError(
+                "param_shardings must have a sharding for each matrix that shows none, got "
+                f"none at {name_some(bare)}"
+            )
+        tree = tuple((path, np.shape(x)) for path, x in arrays.items())
+        key = (tree, shape)
         hidden = [path for path, item in seen.items() if item.spec is None]
         if not hidden:
             self.memory[key] = self.make(arrays, dims, seen, mesh, at_init)
         elif key not in self.memory:
+            others = [str(mesh) for known, mesh in self.memory if known == tree]
             raise ValueError(
                 f"the sharding of a traced parameter must be told on a mesh with Auto axes "
                 f"{shape}: {HOW_TO_TELL}; unknown at {name_some(hidden)}"
+                + (f"; init saw them on {name_some(others)} only" if others else "")
             )
         return Found(self.memory[key], mesh)
 
@@ -204,7 +214,8 @@ def plan_owners(
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct``; those that go to Adam are left
         out by the same rule as in ``dmuon``.
-      mesh: the mesh; may be left out if the shardings tell.
+      mesh: the mesh; may be left out if the shardings tell. Where neither does, as with
+        abstract parameters without shardings, the plan is for one device, and says so.
       param_shardings: as for ``dmuon``.
       momentum_shardings: as for ``dmuon``.
       muon_weight_dimension_numbers: as for ``dmuon``.
@@ -229,6 +240,9 @@ def plan_owners(
     if mesh is not None and not isinstance(mesh, kinds):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
     check_arrays("params", params)
+    check_given(
+        params, param_shardings=param_shardings, momentum_shardings=momentum_shardings
+    )
     arrays, dims = matrices_of(params, muon_weight_dimension_numbers)
     given = given_shardings(param_shardings)
     seen = {path: see_one(x, path, given) for path, x in arrays.items()}

@@ -1,6 +1,6 @@
 """From arrays and their shardings to the leaves of a plan, and the settings of one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -166,9 +166,3 @@ def make_settings(options: OwnerOptions, mesh: AnyMesh | None) -> Settings:
         max_owner_bytes=options.max_owner_bytes,
         overlap=overlap_rates(platform, device, shape.num_devices),
     )
-
-
-def name_some(paths: Sequence[str], most: int = 5) -> str:
-    """The first few of ``paths``."""
-    more = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(paths[:most]) + more

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dmuon_jax.matrices import Axes, MeshShape, Spec
-from dmuon_jax.paths import leaf_name
+from dmuon_jax.paths import covers, leaf_name
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -177,16 +177,10 @@ def given_shardings(tree: Any) -> dict[str, NamedSharding]:
 
 def lookup(given: Mapping[str, NamedSharding], path: str) -> NamedSharding | None:
     """The sharding given for ``path`` or for the subtree that it is in."""
-    best = None
-    for prefix in given:
-        inside = (
-            path == prefix
-            or not prefix
-            or path.startswith((prefix + "[", prefix + "."))
-        )
-        if inside and (best is None or len(prefix) > len(best)):
-            best = prefix
-    return None if best is None else given[best]
+    if path in given:
+        return given[path]
+    found = [prefix for prefix in given if covers(prefix, path)]
+    return given[max(found, key=len)] if found else None
 
 
 def zero_spec(shape: Sequence[int], batch_axes: Sequence[int], mesh: MeshShape) -> Spec:

@@ -1,7 +1,6 @@
 """``scale_by_dmuon``: momentum, orthogonalized on owners. The optax transformation."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -25,7 +24,12 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import matrices_of
 from dmuon_jax.shardings import constrain, given_shardings, lookup, partition_spec
-from dmuon_jax.tree_checks import check_momentum, check_momentum_shapes
+from dmuon_jax.tree_checks import (
+    check_given,
+    check_momentum,
+    check_momentum_shapes,
+    check_shapes,
+)
 from dmuon_jax.update_time import UpdatePath
 
 
@@ -131,9 +135,12 @@ def scale_by_dmuon(
 
     def update_fn(updates, state, params=None):
         check_momentum(state, by_path(updates))
+        check_given(
+            params, param_shardings=param_shardings, momentum_shardings=momentum_shardings
+        )
         found = find(updates if params is None else params)
         treedef = jax.tree.structure(updates)
-        check_shapes(by_path(updates), found)
+        check_shapes(by_path(updates), by_path(updates if params is None else params))
         check_momentum_shapes(state, by_path(updates))
         grads = cross(by_path(updates), found, "in")
         count = optax.safe_increment(state.count)
@@ -172,17 +179,6 @@ def update_dtypes(updates: Any, params: Any) -> Any:
     if params is None:
         return dtypes
     return jax.tree.map(lambda d, p: jnp.promote_types(d, jnp.result_type(p)), dtypes, params)
-
-
-def check_shapes(grads: Mapping[str, jax.Array], found: Found) -> None:
-    """Raises ``ValueError`` that names every gradient shaped otherwise than its parameter."""
-    wrong = [
-        f"{tuple(grads[leaf.path].shape)} for {leaf.shape} at {leaf.path}"
-        for leaf in found.plan.leaves
-        if tuple(grads[leaf.path].shape) != leaf.shape
-    ]
-    if wrong:
-        raise ValueError("gradients must be shaped as parameters, got " + "; ".join(wrong))
 
 
 def momentum(

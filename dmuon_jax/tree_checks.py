@@ -4,23 +4,108 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from optax import MaskedNode
 from optax.contrib import MuonState
 from optax.transforms import PartitionState
 
-from dmuon_jax.paths import by_path
+from dmuon_jax.matrices import MeshShape, Spec
+from dmuon_jax.paths import by_path, covers, leaf_name, name_some
+from dmuon_jax.shardings import (
+    given_shardings,
+    lookup,
+    mesh_shape,
+    partition_spec,
+    see,
+    spec_of,
+)
 
 
-def check_arrays(name: str, tree: Any) -> None:
+def check_leaves(name: str, tree: Any) -> None:
     """Raises ``TypeError`` for a leaf that is neither an array nor a number."""
     for path, x in by_path(tree).items():
         try:
             jax.typeof(x)
         except TypeError as error:
             raise TypeError(
-                f"{name} must hold arrays only, got {type(x).__name__} {x!r:.40} at {path}"
+                f"{name} must hold arrays only, got {type(x).__name__} {x!r:.40} at "
+                f"{path or 'its root'}"
             ) from error
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` holds keys of ``jax.random``."""
+    return jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
+
+
+def check_arrays(name: str, tree: Any) -> None:
+    """Raises ``TypeError`` for a leaf that is neither an array of numbers nor a number."""
+    check_leaves(name, tree)
+    for path, x in by_path(tree).items():
+        if is_key(x):
+            raise TypeError(
+                f"{name} must hold numbers only, got a key of jax.random at {path}: keep "
+                "keys beside the parameters"
+            )
+
+
+def check_given(params: Any, **given: Any) -> None:
+    """Raises ``ValueError`` with everything in which given shardings and ``params`` differ.
+
+    Args:
+      params: arrays or shapes; a trace over Auto axes hides specs, which then pass.
+      **given: ``param_shardings`` and ``momentum_shardings``, as given to ``dmuon``.
+    """
+    wrong = []
+    for name, tree in given.items():
+        shardings = given_shardings(tree)
+        if lost := leaves_without(params, list(shardings)):
+            wrong.append(f"{name} must be for leaves of params, got {name_some(lost)}")
+        if name != "param_shardings":
+            continue
+        for path, x in by_path(params).items() if shardings else ():
+            sharding, own = lookup(shardings, path), see(x, path)
+            if sharding is None or own.mesh is None:
+                continue
+            told, shape = mesh_shape(sharding.mesh), mesh_shape(own.mesh)
+            spec = spec_of(sharding.spec, np.ndim(x), path)
+            if told != shape:
+                wrong.append(
+                    f"{name} must be on the mesh of the array, {shape}, got {told} at {path}"
+                )
+            elif own.spec is not None and cuts(spec, told) != cuts(own.spec, told):
+                wrong.append(
+                    f"{name} must be those of the arrays, got {sharding.spec} for "
+                    f"{partition_spec(own.spec)} at {path}"
+                )
+    if wrong:
+        raise ValueError("\n".join(wrong))
+
+
+def leaves_without(params: Any, prefixes: list[str]) -> list[str]:
+    """Those of ``prefixes`` that name nothing in ``params``; what is masked may be named."""
+    names, masked = set(), []
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_place):
+        names.update(leaf_name(path[:i]) for i in range(len(path) + 1))
+        if is_place(x):
+            masked.append(leaf_name(path))
+    return [
+        prefix
+        for prefix in prefixes
+        if prefix not in names and not any(covers(place, prefix) for place in masked)
+    ]
+
+
+def is_place(x: Any) -> bool:
+    """Whether ``x`` stands where another tree may have a leaf."""
+    return x is None or isinstance(x, MaskedNode)
+
+
+def cuts(spec: Spec, mesh: MeshShape) -> Spec:
+    """``spec`` with only those axes that cut something."""
+    return tuple(tuple(a for a in axes if mesh.size((a,)) > 1) for axes in spec)
 
 
 def check_update(updates: Any, state: Any, params: Any) -> None:
@@ -28,8 +113,8 @@ def check_update(updates: Any, state: Any, params: Any) -> None:
 
     Raises:
       TypeError: a state that another optimizer made, a leaf that is no array.
-      ValueError: gradients that lack a parameter or have one more, arrays on different
-        devices (in a trace JAX itself tells that).
+      ValueError: gradients that lack a parameter, have one more or are shaped otherwise,
+        arrays on different devices (in a trace JAX itself tells that).
     """
     if not isinstance(state, PartitionState):
         raise TypeError(
@@ -39,6 +124,7 @@ def check_update(updates: Any, state: Any, params: Any) -> None:
     check_arrays("gradients", updates)
     if params is not None:
         check_same_leaves("gradients", by_path(updates), "parameter", by_path(params))
+        check_shapes(by_path(updates), by_path(params))
     check_devices({"gradients": updates, "the state": state, "params": params})
 
 
@@ -62,6 +148,17 @@ def check_momentum_shapes(state: MuonState, grads: Mapping[str, Any]) -> None:
                 f"the state must be made for these parameters, got momentum of shape "
                 f"{np.shape(x)} for a gradient of shape {np.shape(grads[path])} at {path}"
             )
+
+
+def check_shapes(grads: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` that names every gradient shaped otherwise than its parameter."""
+    wrong = [
+        f"{np.shape(x)} for {np.shape(params[path])} at {path}"
+        for path, x in grads.items()
+        if np.shape(x) != np.shape(params[path])
+    ]
+    if wrong:
+        raise ValueError("gradients must be shaped as parameters, got " + "; ".join(wrong))
 
 
 def check_same_leaves(
