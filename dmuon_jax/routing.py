@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from dmuon_jax.paths import leaf_name
+from dmuon_jax.paths import by_path, covers, leaf_name, name_some
 from dmuon_jax.split import Dimensions, Split
 
 DimensionNumbers = Dimensions | None
@@ -45,8 +45,25 @@ def leaf_dimensions(rule: Any, params: Any) -> list[DimensionNumbers]:
             )
         found.extend([entry] * len(jax.tree.leaves(subtree)))
 
-    jax.tree_util.tree_map_with_path(fill, tree, params, is_leaf=is_dimension)
+    try:
+        jax.tree_util.tree_map_with_path(fill, tree, params, is_leaf=is_dimension)
+    except ValueError as error:
+        raise ValueError(
+            "dimension numbers must have the structure of params, or a prefix of it: "
+            f"{difference(tree, params) or error}"
+        ) from error
     return found
+
+
+def difference(tree: Any, params: Any) -> str:
+    """Where a tree of dimension numbers and ``params`` differ; "" if not in their paths."""
+    entries = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_dimension)
+    names = [leaf_name(path) for path, _ in entries]
+    paths = list(by_path(params))
+    extra = [n for n in names if not any(covers(n, path) for path in paths)]
+    missing = [path for path in paths if not any(covers(n, path) for n in names)]
+    found = {"no leaf of params at": extra, "none for": missing}
+    return "; ".join(f"{what} {name_some(at)}" for what, at in found.items() if at)
 
 
 class Router:

@@ -297,6 +297,13 @@ def test_gradients_of_other_shapes_are_all_named():
     grads = dict(params, kernel=params["other"], head={"w": params["kernel"]})
     with pytest.raises(ValueError, match=r"(?s)\['head'\]\['w'\].*\['kernel'\]"):
         tx.update(grads, tx.init(params), params)
+    for axis in (0, -1):  # one dimension more, which could make matrices of biases
+        grads = jax.tree.map(lambda x, axis=axis: jnp.expand_dims(x, axis), params)
+        for update in (tx.update, jax.jit(tx.update)):
+            with pytest.raises(ValueError, match="shaped as parameters") as caught:
+                update(grads, tx.init(params), params)
+            paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(params)]
+            assert all(f" at {path}" in str(caught.value) for path in paths)
 
 
 def test_zero_gradients_give_zero_updates():

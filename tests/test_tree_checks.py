@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dmuon_jax import dmuon, hidden_matrices, plan_owners, scale_by_dmuon
+from dmuon_jax import dmuon, hidden_matrices, orthogonalize, plan_owners, scale_by_dmuon
 
 
 def tree():
@@ -34,6 +34,48 @@ def test_a_leaf_that_is_no_array_is_named(call):
     params = {"layer": {"w": jnp.ones((16, 8)), "name": "tower"}}
     with pytest.raises(TypeError, match=r"got str 'tower' at \['layer'\]\['name'\]"):
         call(params)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 4)], ids=str)
+def test_keys_among_the_parameters_are_named(shape):
+    key = jax.random.key(0)
+    keys = jax.random.split(key, shape) if shape else key
+    params = {"w": jnp.ones((16, 8)), "rng": {"k": keys}}
+    for call in (dmuon(0.1).init, plan_owners, jax.jit(dmuon(0.1).init)):
+        with pytest.raises(TypeError, match=r"got a key of jax.random at \['rng'\]\['k'\]"):
+            call(params)
+
+
+RULE = optax.contrib.MuonDimensionNumbers()
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"layer": {"v": RULE, "bias": None}}, r"params at .*\['v'\]; none for .*\['w'\]"),
+        ({"layer": {"w": RULE}}, r"none for \['layer'\]\['bias'\]"),
+        ({}, r"none for \['layer'\]\['bias'\], \['layer'\]\['w'\]"),
+        ({"layer": RULE, "more": None}, r"no leaf of params at \['more'\]"),
+        ({"layer": {"w": [RULE], "bias": None}}, r"at \['layer'\]\['w'\]\[0\]; none for"),
+        ([RULE, None], r"no leaf of params at \[0\], \[1\]; none for"),
+        (lambda params: {"layer": {"w": RULE}}, r"none for \['layer'\]\['bias'\]"),
+    ],
+    ids=str,
+)
+def test_dimension_numbers_of_another_tree_are_named(rule, words):
+    calls = (
+        dmuon(0.1, muon_weight_dimension_numbers=rule).init,
+        lambda tree: plan_owners(tree, muon_weight_dimension_numbers=rule),
+        lambda tree: orthogonalize(tree, weight_dimension_numbers=rule),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=f"must have the structure of params.*: .*{words}"):
+            call(tree())
+
+
+def test_dimension_numbers_in_another_container_are_told():
+    with pytest.raises(ValueError, match="(?s)structure of params.*list"):
+        dmuon(0.1, muon_weight_dimension_numbers=(RULE,)).init([jnp.ones((4, 8))])
 
 
 def test_numbers_and_empty_places_are_no_strings():
@@ -96,6 +138,14 @@ def test_arrays_on_different_devices_are_named(first, then):
     words = rf"same devices, got {then} of gradients at .* and {first} of the state at"
     with pytest.raises(ValueError, match=words):
         tx.update(params, state, params)
+
+
+def test_a_trace_on_another_mesh_than_init_s_says_so():
+    tx = dmuon(0.1)
+    state = tx.init(on_mesh(8))
+    words = r"Auto axes .*sizes=\(4,\).*\['layer'\]\['w'\]; init saw them on .*sizes=\(8,\)"
+    with pytest.raises(ValueError, match=words):
+        jax.jit(tx.update)(on_mesh(4), jax.tree.map(np.asarray, state), on_mesh(4))
 
 
 def test_arrays_that_are_bound_to_no_device_join_any():
