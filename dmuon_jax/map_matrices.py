@@ -1,14 +1,16 @@
 """Functions of matrices on trees: any function on owners, and orthogonalization as one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dmuon_jax.apply_plan import apply_plan, cross
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.find_plan import PlanFinder
+from dmuon_jax.matrices import Leaf, oriented
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.options import OwnerOptions, owner_options
 from dmuon_jax.owners import MatrixFn
@@ -16,6 +18,7 @@ from dmuon_jax.paths import leaf_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing import matrices_of
 from dmuon_jax.scales import restored
+from dmuon_jax.tree_checks import check_given
 
 
 def map_matrices(
@@ -29,8 +32,8 @@ def map_matrices(
     """Applies ``fn`` to every matrix of ``tree``, each once, on its owner.
 
     Args:
-      fn: ``[batch, s, l] -> [batch, s, l]`` with s <= l; must treat matrices one by one,
-        commute with transposition, and give zeros for zeros.
+      fn: ``[batch, s, l] -> [batch, s, l]`` with s <= l, for any batch; must treat matrices
+        one by one, commute with transposition, and give zeros for zeros.
       tree: arrays; leaves that are no matrices come back as they are.
       plan: a plan for this tree; None makes one from the shardings that show.
       param_shardings: as for ``dmuon``.
@@ -40,15 +43,45 @@ def map_matrices(
       A tree like ``tree``: shapes, dtypes and shardings.
 
     Raises:
-      ValueError: if a sharding is not known, or ``plan`` was made for something else.
+      ValueError: if a sharding is not known, ``plan`` was made for something else, or ``fn``
+        does not keep the shape.
+      TypeError: if ``fn`` is no function, or gives no array.
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of matrices, got {type(fn).__name__}")
     options = OwnerOptions(plan=plan, param_shardings=param_shardings)
     return map_tree(
         lambda x, exponent, bucket, operands: fn(restored(x, exponent)),
         tree,
         options,
         weight_dimension_numbers,
+        check=lambda leaves: check_function(fn, leaves),
     )
+
+
+def check_function(fn: Callable[[jax.Array], jax.Array], leaves: Sequence[Leaf]) -> None:
+    """Traces ``fn`` once for each shape of matrix.
+
+    Raises:
+      TypeError: ``fn`` gives no array.
+      ValueError: ``fn`` gives an array of another shape.
+    """
+    places = {}
+    for leaf in leaves:
+        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+        for shape in leaf.matrix_shapes:
+            places.setdefault((oriented(shape), dtype), leaf.path)
+    for (shape, dtype), path in places.items():
+
+        def traced(x, where=f"for [batch, s, l] = {[2, *shape]}, the matrix at {path}"):
+            y = fn(x)
+            if not isinstance(y, jax.Array | np.ndarray):
+                raise TypeError(f"fn must give an array, got {type(y).__name__} {where}")
+            if y.shape != x.shape:
+                raise ValueError(f"fn must keep the shape, got {list(y.shape)} {where}")
+            return y
+
+        jax.eval_shape(traced, jax.ShapeDtypeStruct((2, *shape), dtype))
 
 
 def orthogonalize(
@@ -114,10 +147,13 @@ def map_tree(
     options: OwnerOptions,
     rule: Any,
     operands: Any = None,
+    check: Callable[[Sequence[Leaf]], None] = lambda leaves: None,
 ) -> Any:
-    """``apply_plan`` on the leaves that ``rule`` calls matrices."""
+    """``apply_plan`` on the leaves that ``rule`` calls matrices, after ``check`` of them."""
+    check_given(tree, param_shardings=options.param_shardings)
     arrays, dims = matrices_of(tree, rule)
     found = PlanFinder(options).find(arrays, dims)
+    check(found.plan.leaves)
     results = apply_plan(fn, cross(arrays, found, "in"), found, operands)
 
     def pick(path, x):
