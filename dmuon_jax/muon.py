@@ -16,7 +16,7 @@ from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
 from dmuon_jax.shardings import find_mesh, finish_sum, given_shardings, see
-from dmuon_jax.transform import check_number, scale_by_dmuon, update_dtypes
+from dmuon_jax.transform import check_flag, check_number, scale_by_dmuon, update_dtypes
 from dmuon_jax.tree_checks import check_arrays, check_update
 
 
@@ -63,6 +63,9 @@ def dmuon(
     its names, defaults and meaning, and the state has its structure, so that a run can
     change from one to the other.
 
+    A jitted ``init`` on Explicit axes must be called within ``jax.set_mesh(mesh)``: its
+    results use no argument, so that nothing else tells JAX the devices.
+
     Example:
       >>> import jax.numpy as jnp, optax
       >>> from dmuon_jax import dmuon
@@ -103,7 +106,8 @@ def dmuon(
         (arXiv 2502.16982; 0.2 matches AdamW). None: ``sqrt(max(1, fan_out / fan_in))``.
       plan: a ``Plan`` from ``plan_owners``. None: made at ``init``.
       param_shardings: a tree of ``NamedSharding`` (or a prefix); needed where neither the
-        arrays nor their types tell, e.g. with ``inject_hyperparams`` on Auto axes.
+        arrays nor their types tell, e.g. with ``inject_hyperparams`` on Auto axes. Leaves
+        that tell may be left out, and must not be contradicted.
       momentum_shardings: likewise for the momentum. None: as the parameter; replicated
         parameters have their momentum spread over the mesh (ZeRO) where it divides.
       compute_dtype: dtype of the iteration. None: float32 on CPU, float16 on GPU, bfloat16
@@ -141,8 +145,9 @@ def dmuon(
 
     Raises:
       ValueError: wrong values; at ``init``: leaves that cannot be matrices, unknown
-        shardings on a mesh, a plan made for something else.
-      TypeError: arguments of a wrong kind.
+        shardings on a mesh, given ones that contradict the arrays' or are for no leaf, a
+        plan made for something else.
+      TypeError: arguments of a wrong kind; at ``update``: a schedule that gives no number.
     """
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
     check_number("adam_b1", adam_b1, low=0.0, below=1.0)
@@ -150,14 +155,14 @@ def dmuon(
     check_number("adam_eps_root", adam_eps_root, low=0.0)
     if consistent_rms is not None:
         check_number("consistent_rms", consistent_rms, low=0.0)
+    learning_rate = checked_rate("learning_rate", learning_rate)
     if adam_learning_rate is None:
         adam_learning_rate = learning_rate
-    check_rates(
-        learning_rate=learning_rate,
-        adam_learning_rate=adam_learning_rate,
-        weight_decay=weight_decay,
-        adam_weight_decay=adam_weight_decay,
-    )
+    else:
+        adam_learning_rate = checked_rate("adam_learning_rate", adam_learning_rate)
+    weight_decay = checked_rate("weight_decay", weight_decay)
+    adam_weight_decay = checked_rate("adam_weight_decay", adam_weight_decay)
+    check_flag("cautious_weight_decay", cautious_weight_decay)
     if not isinstance(matrix_transform, optax.GradientTransformation | None):
         raise TypeError(
             f"matrix_transform must be a GradientTransformation, got {matrix_transform!r}"
@@ -218,11 +223,23 @@ def dmuon(
     )
 
 
-def check_rates(**rates: Any) -> None:
-    """Raises for what is neither a number nor a schedule."""
-    for name, value in rates.items():
-        if not callable(value):
-            check_number(name, value, low=-np.inf)
+def checked_rate(name: str, rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    """``rate``, a number or a schedule, which is checked each time that it is asked.
+
+    Raises:
+      TypeError: ``rate`` is neither; a schedule raises it where it gives no number.
+    """
+    if not callable(rate):
+        check_number(name, rate, low=-np.inf)
+        return rate
+
+    def schedule(count):
+        value = rate(count)
+        if not isinstance(value, jax.typing.ArrayLike) or np.shape(value):
+            raise TypeError(f"the schedule {name} must give a number, got {value!r}")
+        return value
+
+    return schedule
 
 
 def on_sums(tx: optax.GradientTransformation) -> optax.GradientTransformation:

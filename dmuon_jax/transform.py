@@ -14,6 +14,7 @@ from optax.contrib import MuonState
 from dmuon_jax.apply_plan import apply_plan, cross, on_specs
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.costs import Costs
+from dmuon_jax.dtypes import moment_dtype
 from dmuon_jax.find_plan import Found, PlanFinder
 from dmuon_jax.gram import check_restarts
 from dmuon_jax.memory import like, to_device, to_host
@@ -114,7 +115,14 @@ def scale_by_dmuon(
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
     number = number_of_steps(ns_coeffs, ns_steps)
     check_restarts(restarts, number)
-    mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
+    for name, flag in (
+        ("nesterov", nesterov),
+        ("adaptive", adaptive),
+        ("bias_correction", bias_correction),
+        ("sign_momentum", sign_momentum),
+    ):
+        check_flag(name, flag)
+    mu_dtype = moment_dtype("mu_dtype", mu_dtype)
     path = UpdatePath(
         steps=5 if number is None else number,
         preconditioning=preconditioning,
@@ -127,6 +135,9 @@ def scale_by_dmuon(
         return finder.find(*matrices_of(tree, weight_dimension_numbers), at_init)
 
     def init_fn(params):
+        check_given(
+            params, param_shardings=param_shardings, momentum_shardings=momentum_shardings
+        )
         return MuonState(
             count=jnp.zeros([], jnp.int32),
             mu=init_momentum(params, find(params, True), mu_dtype, options),
@@ -135,9 +146,6 @@ def scale_by_dmuon(
 
     def update_fn(updates, state, params=None):
         check_momentum(state, by_path(updates))
-        check_given(
-            params, param_shardings=param_shardings, momentum_shardings=momentum_shardings
-        )
         found = find(updates if params is None else params)
         treedef = jax.tree.structure(updates)
         check_shapes(by_path(updates), by_path(updates if params is None else params))
@@ -216,6 +224,12 @@ def check_arguments(ns_steps, beta, eps, preconditioning) -> None:
         raise ValueError(f"ns_steps must be at least 1, got {steps}")
     check_number("beta", beta, low=0.0, below=1.0)
     check_number("eps", eps, low=0.0)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ``TypeError`` unless ``value`` is True, False, or equal to one of them."""
+    if isinstance(value, Tracer) or np.ndim(value) or value not in (False, True):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_number(name: str, value: Any, low: float, below: float = np.inf) -> None:

@@ -544,12 +544,37 @@ def test_a_plan_for_something_else_is_refused_at_init():
         ({"exchange_dtype": "float8_e4m3fn"}, ValueError, "exchange_dtype"),
         ({"plan": {"owners": 3}}, TypeError, "plan must be a Plan, got dict"),
         ({"param_shardings": {"a": P("x")}}, TypeError, "NamedSharding"),
+        ({"mu_dtype": "bfloat61"}, ValueError, "mu_dtype must be .* got 'bfloat61'"),
+        ({"mu_dtype": "int32"}, ValueError, "mu_dtype must be .* got 'int32'"),
+        ({"mu_dtype": 3}, ValueError, "mu_dtype must be .* got 3"),
+        ({"nesterov": "yes"}, TypeError, "nesterov must be True or False, got 'yes'"),
+        ({"nesterov": None}, TypeError, "nesterov must be True or False, got None"),
+        ({"adaptive": "no"}, TypeError, "adaptive must be True or False"),
+        ({"bias_correction": 2}, TypeError, "bias_correction must be True or False, got 2"),
+        ({"sign_momentum": (True,)}, TypeError, "sign_momentum must be True or False"),
+        ({"cautious_weight_decay": "w"}, TypeError, "cautious_weight_decay must be True or"),
     ],
     ids=str,
 )  # fmt: skip
 def test_wrong_arguments_are_refused_at_construction(arguments, error, words):
     with pytest.raises(error, match=words):
         dmuon(0.02, **arguments)
+
+
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay"]
+)
+def test_a_schedule_that_gives_no_number_is_named(name):
+    params = rng_tree(0)
+    for value in (None, "0.1", (0.1,), jnp.ones(1), np.ones((1, 1))):
+        tx = dmuon(**{"learning_rate": 0.1, name: lambda _, value=value: value})
+        state = tx.init(params)
+        for update in (tx.update, jax.jit(tx.update)):
+            with pytest.raises(TypeError, match=f"schedule {name} must give a number, got"):
+                update(params, state, params)
+    for value in (0.1, np.float32(0.1), jnp.float32(0.1), 1):
+        tx = dmuon(**{"learning_rate": 0.1, name: lambda _, value=value: value})
+        jax.eval_shape(tx.update, params, tx.init(params), params)
 
 
 def test_leaves_that_cannot_be_matrices_are_all_named_at_init():
