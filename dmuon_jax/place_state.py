@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dmuon_jax.matrices import Spec
 from dmuon_jax.shardings import AnyMesh, partition_spec, spec_of
+from dmuon_jax.tree_checks import check_leaves, is_key
 
 
 def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
@@ -32,10 +34,13 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
       The same tree; no array that lies on the mesh already is moved.
 
     Raises:
-      TypeError: ``mesh`` is no mesh of devices.
+      TypeError: ``mesh`` is no mesh of devices, or a leaf of ``state`` is no array.
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
+    if isinstance(state, optax.GradientTransformation):
+        raise TypeError("state must be what init returned, got the transformation itself")
+    check_leaves("state", state)
     kept = kept_specs(params)
 
     def place(x):
@@ -48,6 +53,9 @@ def place_state(state: Any, mesh: jax.sharding.Mesh, params: Any = None) -> Any:
                 x, NamedSharding(mesh, spec, memory_kind=old.memory_kind)
             )
         sharding = NamedSharding(mesh, spell(((),) * x.ndim, mesh, kept))
+        if is_key(x):
+            words, kind = place(jax.random.key_data(x)), jax.random.key_impl(x)
+            return jax.device_put(jax.random.wrap_key_data(words, impl=kind), sharding)
         value = np.asarray(x)
         # A copy for each device: those of a CPU would else share one buffer.
         copies = [

@@ -14,6 +14,7 @@ from dmuon_jax.memory import on_host
 from dmuon_jax.place_state import kept_specs, spell
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.shardings import AnyMesh, find_mesh, known, mesh_shape, see
+from dmuon_jax.tree_checks import check_leaves
 
 KeyPath = tuple[Any, ...]
 
@@ -54,7 +55,11 @@ def state_shardings(tx: optax.GradientTransformation, params: Any, plan: Plan) -
     Raises:
       ValueError: if the plan is for another mesh than that of the parameters, or has no
         leaf for some momentum.
+      TypeError: if ``params`` hold something else than arrays, or ``plan`` is none.
     """
+    check_leaves("params", params)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan, got {type(plan).__name__}")
     leaves = jax.tree_util.tree_leaves_with_path(params)
     seen = {path: see(x, jax.tree_util.keystr(path)) for path, x in leaves}
     mesh = find_mesh({jax.tree_util.keystr(path): s for path, s in seen.items()})

@@ -109,6 +109,40 @@ def test_each_array_has_the_sharding_of_its_kind(kind):
         assert found[path].is_equivalent_to(NamedSharding(mesh, spec), ndim), path
 
 
+def test_arguments_of_another_kind_are_refused():
+    params = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    tx, plan = dmuon(0.1), plan_owners(params)
+    with pytest.raises(TypeError, match="params must hold arrays only, got function"):
+        state_shardings(params, tx, plan)
+    for wrong in (None, plan.to_json(), tx):
+        with pytest.raises(TypeError, match=f"plan must be a Plan, got {type(wrong).__name__}"):
+            state_shardings(tx, params, wrong)
+
+
+def test_what_is_no_state_is_not_placed():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    for tx in (dmuon(0.1), optax.with_extra_args_support(optax.sgd(0.1))):
+        with pytest.raises(TypeError, match="state must be what init returned, got the trans"):
+            place_state(tx, mesh)
+    for wrong in ("state", tx.init, {"w": "state"}, [object()]):
+        with pytest.raises(TypeError, match="state must hold arrays only, got"):
+            place_state(wrong, mesh)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_keys_in_a_state_are_placed_too(kind):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",), axis_types=(kind,))
+    for impl in ("threefry2x32", "rbg"):
+        key = jax.random.key(3, impl=impl)
+        state = optax.add_noise(0.1, 0.5, key).init({"w": jnp.ones((4, 4))})
+        for _ in range(2):  # there the second time already
+            state = place_state(state, mesh)
+            assert state.rng_key.sharding == NamedSharding(mesh, P())
+            np.testing.assert_array_equal(
+                jax.random.key_data(state.rng_key), jax.random.key_data(key)
+            )
+
+
 def test_params_off_the_plans_mesh_and_foreign_plans_are_refused():
     mesh = make_mesh(AxisType.Auto)
     params = make_params(mesh)
