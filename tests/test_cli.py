@@ -444,5 +444,6 @@ def test_axes_that_divide_no_dimension_are_named(capsys):
     code, out, _ = run(capsys, "plan", "--model", "pi0", "--mesh", "fsdp=7")
     assert code == 0 and "fsdp=7 divides no dimension that is free in" in out
     assert "--fsdp-axis fsdp" not in out
-    code, out, _ = run(capsys, "plan", "--model", "pi0", "--mesh", "fsdp=8")
-    assert code == 0 and "divides no dimension" not in out
+    for more in ([], ["--fsdp-axis", ""]):  # sharded, or meant to be whole
+        code, out, _ = run(capsys, "plan", "--model", "pi0", "--mesh", "fsdp=8", *more)
+        assert code == 0 and "divides no dimension" not in out
