@@ -79,16 +79,16 @@ def make_leaf(
     momentum: jax.sharding.NamedSharding | None,
 ) -> Leaf:
     """Describes one array."""
+    ndim = np.ndim(x)
+    reduction, output = matrix_axes(dim, ndim, path)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(
             f"a leaf updated by Muon must be floating point, got {x.dtype} at {path}"
         )
-    ndim = np.ndim(x)
     if 0 in np.shape(x):
         raise ValueError(
             f"a leaf updated by Muon must have no empty dimension, got {x.shape} at {path}"
         )
-    reduction, output = matrix_axes(dim, ndim, path)
     # An array on one device beside others on a mesh is replicated when it joins them.
     spec_out = ((),) * ndim
     if seen.mesh is not None:

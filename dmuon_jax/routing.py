@@ -100,16 +100,22 @@ def matrix_dimensions(rule: Any, tree: Any) -> list[Dimensions]:
     """As ``leaf_dimensions`` for a tree of matrices only.
 
     Raises:
-      ValueError: for a leaf that ``rule`` sends to Adam.
+      ValueError: for leaves that ``rule`` sends to Adam.
     """
-    arrays, found = matrices_of(tree, rule)
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
-        if leaf_name(path) not in arrays:
-            raise ValueError(
-                f"a leaf updated by Muon must have dimension numbers, got none at "
-                f"{leaf_name(path)}"
-            )
-    return list(found.values())
+    return list(only_matrices(tree, rule)[1].values())
+
+
+def only_matrices(
+    tree: Any, rule: Any
+) -> tuple[dict[str, Any], dict[str, Dimensions]]:
+    """As ``matrices_of`` for a tree of matrices only; raises as ``matrix_dimensions``."""
+    arrays, dims = matrices_of(tree, rule)
+    if others := [path for path in by_path(tree) if path not in arrays]:
+        raise ValueError(
+            "a leaf updated by Muon must have dimension numbers (by default leaves with two "
+            f"dimensions have), got none at {name_some(others)}"
+        )
+    return arrays, dims
 
 
 def matrices_of(tree: Any, rule: Any) -> tuple[dict[str, Any], dict[str, Dimensions]]:

@@ -20,6 +20,7 @@ from dmuon_jax.paths import leaf_name
 from dmuon_jax.routing import DimensionNumbers, leaf_dimensions
 from dmuon_jax.shardings import given_shardings, partition_spec
 from dmuon_jax.split import matrix_axes, pieces_of
+from dmuon_jax.tree_checks import check_arrays, check_given
 
 Route = Literal["muon", "adam", "undecided"]
 
@@ -110,8 +111,11 @@ def routing_report(
       param_shardings: a tree of ``NamedSharding`` (or a prefix), as for ``dmuon``.
 
     Raises:
-      ValueError, TypeError: if the rule is no rule for this tree.
+      ValueError, TypeError: if the rule is no rule for this tree, a leaf is no array of
+        numbers, or ``param_shardings`` contradict the arrays'.
     """
+    check_arrays("params", params)
+    check_given(params, param_shardings=param_shardings)
     is_own = isinstance(rule, HiddenMatrices)
     decisions = (rule if is_own else hidden_matrices).explain(params)
     leaves = name_leaves(params)

@@ -23,7 +23,7 @@ from dmuon_jax.options import OwnerOptions
 from dmuon_jax.paths import by_path, leaf_name
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
-from dmuon_jax.routing import matrices_of
+from dmuon_jax.routing import only_matrices
 from dmuon_jax.shardings import constrain, given_shardings, lookup, partition_spec
 from dmuon_jax.tree_checks import (
     check_given,
@@ -132,7 +132,7 @@ def scale_by_dmuon(
     finder = PlanFinder(options, path)
 
     def find(tree, at_init=False):
-        return finder.find(*matrices_of(tree, weight_dimension_numbers), at_init)
+        return finder.find(*only_matrices(tree, weight_dimension_numbers), at_init)
 
     def init_fn(params):
         check_given(

@@ -7,7 +7,14 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dmuon_jax import dmuon, hidden_matrices, orthogonalize, plan_owners, scale_by_dmuon
+from dmuon_jax import (
+    dmuon,
+    hidden_matrices,
+    orthogonalize,
+    plan_owners,
+    routing_report,
+    scale_by_dmuon,
+)
 
 
 def tree():
@@ -41,7 +48,7 @@ def test_keys_among_the_parameters_are_named(shape):
     key = jax.random.key(0)
     keys = jax.random.split(key, shape) if shape else key
     params = {"w": jnp.ones((16, 8)), "rng": {"k": keys}}
-    for call in (dmuon(0.1).init, plan_owners, jax.jit(dmuon(0.1).init)):
+    for call in (dmuon(0.1).init, plan_owners, jax.jit(dmuon(0.1).init), routing_report):
         with pytest.raises(TypeError, match=r"got a key of jax.random at \['rng'\]\['k'\]"):
             call(params)
 
@@ -76,6 +83,21 @@ def test_dimension_numbers_of_another_tree_are_named(rule, words):
 def test_dimension_numbers_in_another_container_are_told():
     with pytest.raises(ValueError, match="(?s)structure of params.*list"):
         dmuon(0.1, muon_weight_dimension_numbers=(RULE,)).init([jnp.ones((4, 8))])
+
+
+@pytest.mark.parametrize("shape", [None, (), (3,), (2, 4, 8)], ids=str)
+def test_scale_by_dmuon_takes_matrices_only(shape):
+    leaf = 1.0 if shape is None else jnp.ones(shape)
+    params = {"w": jnp.ones((4, 8)), "more": {"x": leaf}}
+    with pytest.raises(ValueError, match=r"dimension numbers .* none at \['more'\]\['x'\]"):
+        scale_by_dmuon().init(params)
+
+
+@pytest.mark.parametrize("leaf", [1.0, "text", np.ones(3)], ids=str)
+def test_what_has_no_axes_is_no_matrix(leaf):
+    params = {"w": jnp.ones((4, 8)), "x": leaf}
+    with pytest.raises(ValueError, match=r"at least 2 dimensions, got \d at \['x'\]"):
+        orthogonalize(params, weight_dimension_numbers=RULE)
 
 
 def test_numbers_and_empty_places_are_no_strings():
