@@ -36,10 +36,10 @@ def test_waves_bound_memory_and_change_nothing():
     params = setup()
     whole, want = compiled(params, None)
     # Four leaves fill a wave: one whole matrix on each of the four devices.
-    waves, got = compiled(params, 4 * SHARE)
+    waves, got = compiled(params, SHARE)
     for name in params:
         assert relative(got[name], want[name]) <= 1e-6
-    plan = plan_owners(params, max_wave_bytes=4 * SHARE)
+    plan = plan_owners(params, max_wave_bytes=SHARE)
     assert plan.num_waves == NUMBER // 4
     most = waves.memory_analysis().temp_size_in_bytes
     least = whole.memory_analysis().temp_size_in_bytes
@@ -48,6 +48,26 @@ def test_waves_bound_memory_and_change_nothing():
     # Two waves under way, each with its matrices, a product or two, and blocks.
     assert most <= 0.6 * least
     assert len(audit(waves).collectives) == plan.exchange_bytes.collectives
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 8])
+def test_every_wave_is_as_large_as_the_limit_allows(limit):
+    mesh = make_mesh((("x", 4),), AxisType.Auto)
+    specs = {"w": P("x"), "v": P(None, "x")}
+    params = {
+        f"{name}{i:02}": jax.ShapeDtypeStruct(
+            (SIDE, SIDE), np.float32, sharding=NamedSharding(mesh, spec)
+        )
+        for name, spec in specs.items()
+        for i in range(18)
+    }
+    plan = plan_owners(params, max_wave_bytes=limit * SHARE)
+    held = [
+        sum(plan.groups[group].parts[part].slots for x in wave for group, part in x)
+        for wave in plan.waves
+    ]
+    # 18 matrices of a layout take 5 slots of each of 4 owners.
+    assert max(held) <= limit and plan.num_waves == -(-10 // limit)
 
 
 def test_memory_does_not_grow_with_steps():

@@ -21,7 +21,6 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import (
     METHODS,
     CostModel,
-    MemoryLimitError,
     Method,
     Problem,
     Solution,
@@ -29,6 +28,7 @@ from dmuon_jax.planning.problem import (
 )
 from dmuon_jax.planning.report import ITEMSIZE
 from dmuon_jax.planning.solver import solve
+from dmuon_jax.planning.waves import assign_waves, owner_limit
 
 EXCHANGE_DTYPE = {"cpu": "float32", "gpu": "float16", "tpu": "bfloat16"}
 COMPUTE_DTYPE = {"cpu": "float32", "gpu": "float16", "tpu": "bfloat16"}
@@ -101,7 +101,9 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         bandwidths=settings.bandwidths,
         pad_below_us=MIN_BRANCH_US[settings.platform],
         max_branches=MAX_BRANCHES,
-        max_owner_bytes=settings.max_owner_bytes,
+        max_owner_bytes=owner_limit(
+            tasks, mesh, settings.max_wave_bytes, settings.max_owner_bytes
+        ),
     )
     solution = solve(problem)
     group_layouts = [layouts[indices[0]] for indices in members]
@@ -145,33 +147,6 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         costs=source_of(settings.cost),
         bounded=bounded,
     )
-
-
-def assign_waves(layouts: Sequence[LeafLayout], limit: int | None) -> list[int]:
-    """The wave of each leaf: leaves of one layout together, each wave up to ``limit``.
-
-    Raises:
-      ValueError: if one leaf alone is above the limit.
-    """
-    if limit is None:
-        return [0] * len(layouts)
-    first: dict[Layout, int] = {}
-    for index, item in enumerate(layouts):
-        first.setdefault(item.layout, index)
-    waves, wave, held = [0] * len(layouts), 0, 0
-    for index in sorted(range(len(layouts)), key=lambda i: first[layouts[i].layout]):
-        item = layouts[index]
-        slots = -(-item.core // item.layout.num_owners)
-        share = 4 * slots * math.prod(item.layout.parcel_shape)
-        if share > limit:
-            raise MemoryLimitError(
-                f"max_wave_bytes must hold the share of each leaf, {share} bytes, got "
-                f"{limit} at {item.leaf.path}"
-            )
-        if held and held + share > limit:
-            wave, held = wave + 1, 0
-        waves[index], held = wave, held + share
-    return waves
 
 
 def travel_dtype(
