@@ -34,10 +34,14 @@ EXCHANGE = (
     "tests/test_exchange.py tests/test_split.py "
     "-k 'not x-float16 and not fsdp-float16 and not Explicit'"
 )
+BUFFERS = "tests/test_buffers.py -k 'not float16'"
 TESTS = {
     "dmuon_jax/layout.py": EXCHANGE,
-    "dmuon_jax/exchange.py": EXCHANGE,
+    "dmuon_jax/exchange.py": f"tests/test_buffers.py {EXCHANGE}",
+    "dmuon_jax/blocks.py": EXCHANGE,
+    "dmuon_jax/wire.py": EXCHANGE,
     "dmuon_jax/split.py": EXCHANGE,
+    "dmuon_jax/planning/buffers.py": BUFFERS,
     "dmuon_jax/planning/greedy.py": PLANNING,
     "dmuon_jax/planning/bounds.py": PLANNING,
     "dmuon_jax/planning/rounding.py": PLANNING,
@@ -69,9 +73,9 @@ def copy_tree(folder: pathlib.Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def draw(db, count: int, seed: int) -> None:
+def draw(db, files: list[str], count: int, seed: int) -> None:
     """Keeps one random mutant at each of ``count`` random places; skips the rest."""
-    init([pathlib.Path(name) for name in TESTS], db, {})
+    init([pathlib.Path(name) for name in files], db, {})
     places = collections.defaultdict(list)
     for item in db.work_items:
         spec = item.mutations[0]
@@ -145,6 +149,7 @@ def report(db) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutants", type=int, default=200)
+    parser.add_argument("--files", nargs="+", default=list(TESTS), choices=TESTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build/mutation")
     parser.add_argument("--again", action="store_true", help="test survivors again")
@@ -157,7 +162,7 @@ def main() -> None:
     fresh = not pathlib.Path("session.sqlite").exists()
     with use_db("session.sqlite") as db:
         if fresh:
-            draw(db, options.mutants, options.seed)
+            draw(db, options.files, options.mutants, options.seed)
         items = db.pending_work_items
         if options.again:
             done = db.completed_work_items
