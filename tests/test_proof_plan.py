@@ -16,7 +16,13 @@ from dmuon_jax.planning.cost import iteration_flops
 from dmuon_jax.planning.devices import DEVICES
 from dmuon_jax.planning.groups import Part
 from dmuon_jax.proof import AuditError, audit, parse, simulate_streams
-from dmuon_jax.proof.expected import device_branches, expect, told_branches, weights
+from dmuon_jax.proof.expected import (
+    device_branches,
+    expect,
+    halved_buckets,
+    told_branches,
+    weights,
+)
 from dmuon_jax.proof.flops import Conditional
 
 # Eleven matrices of one shape on eight owners, eight of another: one bucket is uneven.
@@ -113,6 +119,29 @@ def test_ideal_is_every_matrix_once(updates, parted):
         for count, shape in ((11, (64, 256)), (1, (64, 128)), (8, (32, 32)))
     )
     assert expect(plan).ideal_flops == pytest.approx(useful / 8)
+
+
+def test_ideal_counts_half_where_kernels_do(updates):
+    plan, ours, _ = updates
+    assert halved_buckets(parse(ours.as_text())) == frozenset()
+    line = (
+        "  %k{0} = f16[8,8] custom-call(), custom_call_target=\"mosaic_gpu_v2\", "
+        'metadata={{op_name="jit(f)/shard_map/{1}/mpmd_map"}}'
+    )
+    paths = (
+        "newton_schulz/bucket0/cond/branch_1_fun/jit(_product)/gram",
+        "newton_schulz/bucket11/symmetric_matmul",
+        "newton_schulz/bucket2/polynomial_kernel",
+        "bucket3/gram",
+    )
+    lines = [line.format(i, path) for i, path in enumerate(paths)]
+    text = "\n".join(["HloModule m", "ENTRY %main () -> f16[8,8] {", *lines, "}"])
+    assert halved_buckets(parse(text)) == {0, 11}
+    shapes = [bucket.shape for bucket in plan.buckets]
+    number = shapes.index((64, 256))
+    saved = 11 * (iteration_flops((64, 256), "direct") - (15 * 64**2 * 256 + 5 * 64**3))
+    less = expect(plan).ideal_flops - expect(plan, halved={number}).ideal_flops
+    assert less == pytest.approx(saved / 8)
 
 
 def alone(text, plan):

@@ -12,7 +12,7 @@ from dmuon_jax.planning.devices import Device, device_named
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.proof.checks import AuditError, over_count, over_ratio
 from dmuon_jax.proof.collective import Collective, collectives
-from dmuon_jax.proof.expected import expect, told_branches, weights
+from dmuon_jax.proof.expected import expect, halved_buckets, told_branches, weights
 from dmuon_jax.proof.flops import Flops, dot_flops
 from dmuon_jax.proof.hlo import Module, parse
 from dmuon_jax.proof.report import table
@@ -300,7 +300,7 @@ def audit(
     scoped = dot_flops(module, kernel_flops=kernel_flops, scope=scope)
     told = {} if plan is None else told_branches(module, plan)
     shares = {**weights(scoped.conditionals, told), **(branch_weights or {})}
-    expected = None if plan is None else expect(plan)
+    expected = None if plan is None else expect(plan, halved=halved_buckets(module))
     if expected is not None and ideal_flops is None:
         ideal_flops = expected.ideal_flops
     timeline = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dmuon_jax.planning.cost import iteration_flops
 from dmuon_jax.planning.groups import Bucket
@@ -15,6 +15,8 @@ from dmuon_jax.proof.hlo import Module
 # The switch of a bucket stands in the scope that `owners.iterate` gives it, directly:
 # what its branches hold has longer paths.
 SWITCH = re.compile(r"\bnewton_schulz/bucket(\d+)/[^/]+$")
+# Kernels that compute half of a product; see `own_kernels`.
+HALF = re.compile(r"\bnewton_schulz/bucket(\d+)/(?:.*/)?(?:gram|symmetric_matmul)/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Expected:
 
 
 def expect(
-    plan: Plan, *, steps: int = 5, restarts: int = 1, symmetric: bool = False
+    plan: Plan, *, steps: int = 5, restarts: int = 1, halved: Collection[int] = ()
 ) -> Expected:
     """The figures of a plan.
 
@@ -40,17 +42,16 @@ def expect(
       plan: of the update.
       steps: Newton-Schulz steps.
       restarts: restarts of the Gram form.
-      symmetric: whether kernels compute half of symmetric products. Products inside
-        custom kernels are not in a program's text; see `kernel_flops` of `audit`.
+      halved: positions of the buckets whose kernels compute half of symmetric products.
     """
     useful = 0.0
-    for bucket in plan.buckets:
+    for number, bucket in enumerate(plan.buckets):
         flops = iteration_flops(
             bucket.shape,
             bucket.method,
             steps=steps,
             restarts=restarts,
-            symmetric=symmetric,
+            symmetric=number in halved,
         )
         for member in bucket.members:
             group = plan.groups[member.group]
@@ -61,6 +62,17 @@ def expect(
         ideal_flops=useful / plan.mesh.size(plan.owner_axes),
         exchange_bytes=plan.exchange_bytes.total,
     )
+
+
+def halved_buckets(module: Module) -> frozenset[int]:
+    """Positions of the buckets whose symmetric products are this package's kernels."""
+    found = (
+        HALF.search(item.op_name)
+        for computation in module.computations.values()
+        for item in computation.instructions
+        if item.opcode == "custom-call"
+    )
+    return frozenset(int(match.group(1)) for match in found if match)
 
 
 def device_branches(plan: Plan, bucket: Bucket) -> tuple[int, ...]:
