@@ -67,7 +67,7 @@ RULE = optax.contrib.MuonDimensionNumbers()
         ([RULE, None], r"no leaf of params at \[0\], \[1\]; none for"),
         (lambda params: {"layer": {"w": RULE}}, r"none for \['layer'\]\['bias'\]"),
     ],
-    ids=str,
+    ids=["other", "one", "none", "prefix", "deeper", "list", "function"],
 )
 def test_dimension_numbers_of_another_tree_are_named(rule, words):
     calls = (
