@@ -14,26 +14,10 @@ from dmuon_jax.proof.checks import AuditError, over_count, over_ratio
 from dmuon_jax.proof.collective import Collective, collectives
 from dmuon_jax.proof.expected import expect, halved_buckets, told_branches, weights
 from dmuon_jax.proof.flops import Flops, dot_flops
-from dmuon_jax.proof.hlo import Module, parse
+from dmuon_jax.proof.program import Memory, read_program
 from dmuon_jax.proof.report import table
 from dmuon_jax.proof.streams import simulate_streams
 from dmuon_jax.proof.timeline import Timeline
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Device memory of one device, bytes."""
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Arguments, temporaries and those results that reuse no argument."""
-        fresh = self.output_bytes - self.alias_bytes
-        return self.argument_bytes + fresh + self.temp_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,31 +223,6 @@ class Audit:
             ],
         }
         return json.dumps(record, indent=1)
-
-
-def read_program(
-    program: jax.stages.Compiled | jax.stages.Lowered | str,
-) -> tuple[Module, Memory | None]:
-    """Module and memory of a program; a lowered one is compiled."""
-    if isinstance(program, str):
-        return parse(program), None
-    if isinstance(program, jax.stages.Lowered):
-        program = program.compile()
-    if not isinstance(program, jax.stages.Compiled):
-        kind = type(program).__name__
-        raise TypeError(f"program must be compiled, lowered or HLO text, got {kind}")
-    stats, text = program.memory_analysis(), program.as_text()
-    if text is None:
-        raise NotImplementedError("this platform does not show its compiled programs")
-    if stats is None:
-        return parse(text), None
-    memory = Memory(
-        argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
-    )
-    return parse(text), memory
 
 
 def audit(
