@@ -153,7 +153,7 @@ class FlatCost:
         return float(batch)
 
 
-def random_owners(problem: Problem) -> Solution:
+def random_owners(problem: Problem, **how: object) -> Solution:
     """In the planner's place: any owners that are allowed, most of them unwise."""
     rng = random.Random(len(problem.tasks))
     sizes = dict(problem.mesh)

@@ -21,9 +21,11 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import (
     METHODS,
     CostModel,
+    Limits,
     Method,
     Problem,
     Solution,
+    Solver,
     Task,
 )
 from dmuon_jax.planning.report import ITEMSIZE
@@ -38,6 +40,9 @@ MIN_BRANCH_US = {"cpu": 0.0, "gpu": 500.0, "tpu": 500.0}
 A conditional on a GPU waits for its predicate on the host."""
 
 MAX_BRANCHES = 3
+
+NEAR_US = 25.0
+"""What a step may be longer than the bound before a program is solved for a better plan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +110,9 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
             tasks, mesh, settings.max_wave_bytes, settings.max_owner_bytes
         ),
     )
-    solution = solve(problem)
+    # Waves of limited size leave no choice but who takes what an even spread leaves over.
+    solver: Solver = "milp" if settings.max_wave_bytes is None else "greedy"
+    solution = solve(problem, solver=solver, limits=Limits(gap_us=NEAR_US))
     group_layouts = [layouts[indices[0]] for indices in members]
     counts, buffers = share_buffers(
         problem,

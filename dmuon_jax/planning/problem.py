@@ -181,6 +181,7 @@ class Limits:
       patterns: Count patterns of the first program.
       more_patterns: Count patterns of a second one, if the gap is still large.
       rel_gap: A plan this close to the bound is good enough.
+      gap_us: So is one this close in microseconds.
       large_gap: A gap worth the second program.
     """
 
@@ -188,6 +189,7 @@ class Limits:
     patterns: int = 800
     more_patterns: int = 2400
     rel_gap: float = 1e-3
+    gap_us: float = 0.0
     large_gap: float = 1.5e-2
 
     def __post_init__(self):

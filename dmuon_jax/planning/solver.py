@@ -43,7 +43,8 @@ def solve(
         found = found.replace(counts=counts, solver="lpt")
     if solver in ("greedy", "milp"):
         found = _search(found, limits)
-    if solver == "milp" and found.gap > limits.rel_gap:
+    excess_us = (found.objective - found.bound) / TICKS_PER_US
+    if solver == "milp" and found.gap > limits.rel_gap and excess_us > limits.gap_us:
         found = _improve(found, limits)
     if solver in ("greedy", "milp"):
         found = found.replace(counts=tidy(model, found.table, found.counts))
