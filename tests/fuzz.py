@@ -12,6 +12,7 @@ import math
 import random
 import time
 import unittest.mock
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -21,7 +22,9 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from dmuon_jax import Plan, Split, dmuon
 from dmuon_jax.matrices import Leaf, MeshShape
 from dmuon_jax.owners import map_owners
-from dmuon_jax.planning import buffers, build
+from dmuon_jax.planning import build
+from dmuon_jax.planning.buffers import Route, Sharing
+from dmuon_jax.planning.model import build_model
 from dmuon_jax.planning.problem import Problem, Solution
 from dmuon_jax.scales import restored
 from dmuon_jax.shardings import partition_spec
@@ -178,11 +181,18 @@ def random_owners(problem: Problem, **how: object) -> Solution:
     )
 
 
+def as_they_come(problem: Problem, solution: Solution, routes: Sequence[Route]):
+    """In the place of ``share_buffers``: owners stay where they are."""
+    counts = tuple(np.array(row, np.int64) for row in solution.counts)
+    sharing = Sharing(build_model(problem), (), tuple(routes), counts)
+    return solution.counts, sharing.buffers()
+
+
 @contextlib.contextmanager
 def without_planner():
-    """A context in which owners are random, and stay so where groups share buffers."""
+    """A context in which owners are random."""
     patch = unittest.mock.patch.object
-    with patch(build, "solve", random_owners), patch(buffers, "ROUNDS", 0):
+    with patch(build, "solve", random_owners), patch(build, "share_buffers", as_they_come):
         yield
 
 

@@ -52,6 +52,15 @@ def test_fewer_patterns_only_weaken_the_bound(name, devices, full):
         assert bounds[2] >= optimal.objective_us * (1 - 2e-3)
 
 
+def test_no_program_is_solved_for_less_than_it_is_worth(monkeypatch):
+    problem = cases.single_axis(*HARD)
+    greedy = solve(problem, solver="greedy")
+    excess_us = greedy.objective_us - greedy.lower_bound_us
+    assert solve(problem, limits=Limits(gap_us=0.99 * excess_us)).gap < 1e-3
+    monkeypatch.setitem(sys.modules, "dmuon_jax.planning.improve", None)
+    assert solve(problem, limits=Limits(gap_us=1.01 * excess_us)) == greedy
+
+
 def test_a_pool_of_other_threads_does_no_harm():
     highspy.Highs.resetGlobalScheduler(True)
     other = highspy.Highs()

@@ -120,12 +120,14 @@ def summary(plan: "Plan") -> str:
     where = f"{plan.mesh.num_devices} devices ({axes})"
     if plan.mesh.num_devices == 1:
         where = "1 device: no mesh of several was given, nor seen on the parameters"
+    shared = len({group.buffer for group in plan.groups}) < len(plan.groups)
+    weak = " (weak where buffers are shared)" if shared else ""
     lines = [
         f"plan: {plan.num_matrices} matrices of {len(plan.leaves)} leaves on {where}",
         f"  {plan.status}",
         f"  NS makespan {plan.makespan_us / 1e3:.3f} ms (busiest owner, model) + exchange "
         f"{plan.exchange_us / 1e3:.3f} ms if nothing hid it; bound on "
-        f"their sum {plan.lower_bound_us / 1e3:.3f} ms, gap {plan.gap:.1%}",
+        f"their sum {plan.lower_bound_us / 1e3:.3f} ms{weak}, gap {plan.gap:.1%}",
         f"  exchange: {moved.collectives} collectives in {waves}, "
         f"{moved.all_to_all / 2**20:.2f} MiB all-to-all + "
         f"{moved.all_gather / 2**20:.2f} MiB all-gather per device, "
