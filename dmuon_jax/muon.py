@@ -235,7 +235,11 @@ def checked_rate(name: str, rate: optax.ScalarOrSchedule) -> optax.ScalarOrSched
 
     def schedule(count):
         value = rate(count)
-        if not isinstance(value, jax.typing.ArrayLike) or np.shape(value):
+        try:
+            shape = jax.typeof(value).shape
+        except TypeError:
+            shape = None
+        if shape != ():
             raise TypeError(f"the schedule {name} must give a number, got {value!r}")
         return value
 

@@ -81,7 +81,7 @@ def test_dimension_numbers_of_another_tree_are_named(rule, words):
 
 
 def test_dimension_numbers_in_another_container_are_told():
-    with pytest.raises(ValueError, match="(?s)structure of params.*list"):
+    with pytest.raises(ValueError, match="(?s)structure of params.*(list|tuple)"):
         dmuon(0.1, muon_weight_dimension_numbers=(RULE,)).init([jnp.ones((4, 8))])
 
 
