@@ -15,7 +15,14 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
-from dmuon_jax.shardings import find_mesh, finish_sum, given_shardings, see
+from dmuon_jax.shardings import (
+    Seen,
+    find_mesh,
+    finish_sum,
+    given_shardings,
+    lookup,
+    see,
+)
 from dmuon_jax.transform import check_flag, check_number, scale_by_dmuon, update_dtypes
 from dmuon_jax.tree_checks import check_arrays, check_update
 
@@ -264,8 +271,13 @@ def on_mesh(
     def init_fn(params):
         check_arrays("params", params)
         state = tx.init(params)
-        mesh = find_mesh({path: see(x, path) for path, x in by_path(params).items()})
-        for sharding in given_shardings(param_shardings).values():
+        given = given_shardings(param_shardings)
+        seen = {path: see(x, path) for path, x in by_path(params).items()}
+        told = {path: lookup(given, path) for path in seen}
+        told = {path: s.mesh for path, s in told.items() if s and s.mesh.size > 1}
+        find_mesh(seen | {path: Seen(mesh, None) for path, mesh in told.items()})
+        mesh = find_mesh(seen)
+        for sharding in given.values():
             mesh = sharding.mesh if mesh is None and sharding.mesh.size > 1 else mesh
         if isinstance(mesh, jax.sharding.Mesh):
             return place_state(state, mesh, params)
