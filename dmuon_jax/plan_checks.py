@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from dmuon_jax.dtypes import dtype_name
@@ -39,6 +40,8 @@ def check_fits(
                 f"the plan has shape {leaf.shape}, the tree {shape}, at {path}"
             )
             continue
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            wrong.append(f"the tree has {x.dtype}, no floating point, at {path}")
         axes = matrix_axes(dims[path], len(shape), path)
         if axes != (leaf.reduction_axes, leaf.output_axes):
             wrong.append(f"the plan has other matrix axes than {axes}, at {path}")

@@ -146,6 +146,24 @@ def check_momentum(state: Any, grads: Mapping[str, Any]) -> None:
     check_same_leaves("the state", by_path(state.mu), "gradient", grads)
 
 
+def check_floating(grads: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` that names every gradient of a matrix that is no floating point.
+
+    Momentum of whole numbers would be taken in them, and be far off or NaN.
+    """
+    kinds = {path: jax.typeof(x).dtype for path, x in grads.items()}
+    wrong = [
+        f"{'float0' if kind == jax.dtypes.float0 else kind} at {path}"
+        for path, kind in kinds.items()
+        if not jnp.issubdtype(kind, jnp.inexact)
+    ]
+    if wrong:
+        raise TypeError(
+            "gradients of matrices that Muon updates must be floating point, got "
+            + name_some(wrong)
+        )
+
+
 def check_momentum_shapes(state: MuonState, grads: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` unless each momentum is shaped as its gradient."""
     for path, x in by_path(state.mu).items():
