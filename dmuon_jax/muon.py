@@ -125,11 +125,13 @@ def dmuon(
       owner_axes: mesh axes over which owners are spread; along the others the iteration is
         repeated. None: all. "auto": the choice whose iterations and exchange take least
         time, a plan for each being made; the plan lists the others.
-      max_wave_bytes: limit on the whole matrices (in float32) that a device holds at a
-        time; leaves are then worked through in waves, two at most under way. None: no
+      max_wave_bytes: limit on the slots of a wave, EMPTY ones included, in bytes of
+        float32; leaves are then worked through in waves, two at most under way. None: no
         limit.
-      max_owner_bytes: limit on the matrices that an owner gets, of all waves together, in
-        bytes of the exchange dtype; plans above it are not made. None: no limit.
+      max_owner_bytes: limit on an owner's slots, of all waves together, in bytes of the
+        exchange dtype. Every device allocates the slots of all groups, as many as the
+        busiest owner of each needs, so EMPTY ones count. Plans above it are not made, given
+        ones refused. None: no limit.
       costs: what owners' work takes: "measured" on this device (by ``measure_costs``; on
         several processes the first one measures and all use its table), "roofline" of the
         kind of device, ``Measured(cache=..., budget_s=...)``, a table from
@@ -154,7 +156,8 @@ def dmuon(
       ValueError: wrong values; at ``init``: leaves that cannot be matrices, unknown
         shardings on a mesh, given ones that contradict the arrays' or are for no leaf, a
         plan made for something else.
-      TypeError: arguments of a wrong kind; at ``update``: a schedule that gives no number.
+      TypeError: arguments of a wrong kind; at ``update``: a schedule that gives no number,
+        gradients of whole numbers for matrices.
     """
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
     check_number("adam_b1", adam_b1, low=0.0, below=1.0)

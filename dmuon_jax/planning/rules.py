@@ -1,8 +1,8 @@
 """Whether a plan, which may come from a file, is one that can be carried out."""
 
 import collections
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dmuon_jax.layout import Layout
 from dmuon_jax.matrices import Axes, MeshShape, oriented
@@ -12,6 +12,8 @@ from dmuon_jax.planning.leaf_checks import check_dtype, check_leaf
 
 if TYPE_CHECKING:
     from dmuon_jax.planning.plan import Plan
+
+T = TypeVar("T", int, tuple[int, int, int])
 
 
 def check_plan(plan: "Plan") -> None:
@@ -58,7 +60,7 @@ def check_plan(plan: "Plan") -> None:
         check_bucket(plan, bucket)
 
 
-def not_once(found: Iterable[Hashable], wanted: Iterable[Hashable]) -> str:
+def not_once(found: Iterable[T], wanted: Iterable[T]) -> str:
     """Which of ``wanted`` are missing in ``found``, and what is there too often."""
     counts, known = collections.Counter(found), set(wanted)
     missing = sorted(known - set(counts))
