@@ -24,7 +24,15 @@ from dmuon_jax.planning.compare import AUTO, cheapest_plan, owner_axes_candidate
 from dmuon_jax.planning.cost import TableCost
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.routing import matrices_of
-from dmuon_jax.shardings import AnyMesh, Seen, find_mesh, given_shardings, mesh_shape
+from dmuon_jax.shardings import (
+    AnyMesh,
+    Seen,
+    find_mesh,
+    given_shardings,
+    mesh_shape,
+    same_mesh,
+    tell_apart,
+)
 from dmuon_jax.split import Dimensions
 from dmuon_jax.tree_checks import check_arrays, check_given
 from dmuon_jax.update_time import UpdatePath
@@ -247,11 +255,9 @@ def plan_owners(
     given = given_shardings(param_shardings)
     seen = {path: see_one(x, path, given) for path, x in arrays.items()}
     found = find_mesh(seen)
-    if mesh is not None and found is not None and mesh_shape(mesh) != mesh_shape(found):
-        raise ValueError(
-            f"mesh must be the one of the arrays, {mesh_shape(found)}, got "
-            f"{mesh_shape(mesh)}"
-        )
+    if mesh is not None and found is not None and not same_mesh(found, mesh):
+        own, other = tell_apart(found, mesh)
+        raise ValueError(f"mesh must be the one of the arrays, {own}, got {other}")
     mesh = found if mesh is None else mesh
     hidden = [p for p, s in seen.items() if s.spec is None or s.mesh is None]
     if hidden and mesh_shape(mesh).num_devices > 1:

@@ -7,6 +7,8 @@ R indefinite after a few steps, so X is rebuilt and R computed afresh at *restar
 """
 
 import functools
+import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +29,31 @@ def default_restarts(steps: int) -> tuple[int, ...]:
 
 
 def check_restarts(restarts: tuple[int, ...] | None, steps: int | None) -> None:
-    """Raises ``ValueError`` unless each restart is between two of ``steps`` steps.
+    """Raises unless each restart is between two of ``steps`` steps.
 
     ``steps`` is None where only run time knows it; no restarts can be named then.
+
+    Raises:
+      TypeError: ``restarts`` is no tuple of integers.
+      ValueError: a restart is not between two steps, or their number is not known.
     """
     if restarts is None:
         return
+    if not is_integers(restarts):
+        raise TypeError(f"restarts must be None or a tuple of integers, got {restarts!r}")
     if steps is None:
         raise ValueError(
             f"restarts must be None where ns_steps is not a plain integer, got {restarts}"
         )
     if any(not 0 < restart < steps for restart in restarts):
         raise ValueError(f"restarts must lie in 1..{steps - 1}, got {restarts}")
+
+
+def is_integers(value: Any) -> bool:
+    """Whether ``value`` holds integers in order, none of them a bool."""
+    return isinstance(value, tuple | list | range) and all(
+        isinstance(x, numbers.Integral) and not isinstance(x, bool) for x in value
+    )
 
 
 def gram_iterations(
@@ -64,6 +79,7 @@ def gram_iterations(
       ``[batch, s, l]`` in the dtype of ``x``.
 
     Raises:
+      TypeError: if ``restarts`` is no tuple of integers.
       ValueError: if a restart is not between two steps, or their number is traced.
     """
     if coefficients.ndim == 1:

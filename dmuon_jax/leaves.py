@@ -9,7 +9,7 @@ import numpy as np
 
 from dmuon_jax.costs import Measured
 from dmuon_jax.dtypes import dtype_name
-from dmuon_jax.matrices import Leaf, MeshShape, Spec
+from dmuon_jax.matrices import Leaf, Spec
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.build import COMPUTE_DTYPE, Settings
 from dmuon_jax.planning.cost import RooflineCost
@@ -26,8 +26,10 @@ from dmuon_jax.shardings import (
     known,
     lookup,
     mesh_shape,
+    same_mesh,
     see,
     spec_of,
+    tell_apart,
     zero_spec,
 )
 from dmuon_jax.split import Dimensions, matrix_axes, pieces_of
@@ -57,12 +59,11 @@ def make_leaves(
       TypeError: every leaf that is not floating point, all at once.
     """
     given = given_shardings(momentum_shardings)
-    shape = mesh_shape(mesh)
     leaves, errors = [], []
     for path, x in arrays.items():
         momentum = lookup(given, path)
         try:
-            leaves.append(make_leaf(path, x, dims[path], seen[path], shape, momentum))
+            leaves.append(make_leaf(path, x, dims[path], seen[path], mesh, momentum))
         except (TypeError, ValueError) as error:
             errors.append(error)
     if errors:
@@ -75,7 +76,7 @@ def make_leaf(
     x: Any,
     dim: Dimensions,
     seen: Seen,
-    mesh: MeshShape,
+    mesh: AnyMesh | None,
     momentum: jax.sharding.NamedSharding | None,
 ) -> Leaf:
     """Describes one array."""
@@ -95,10 +96,11 @@ def make_leaf(
         spec_out = known(seen, path)
     batch = [axis for axis in range(ndim) if axis not in reduction + output]
     wanted = None if momentum is None else momentum_spec(momentum, mesh, ndim, path)
-    if mesh.num_devices == 1 or (wanted is None and any(spec_out)):
+    shape = mesh_shape(mesh)
+    if shape.num_devices == 1 or (wanted is None and any(spec_out)):
         spec_in = spec_out
     elif wanted is None:
-        spec_in = zero_spec(x.shape, batch, mesh)
+        spec_in = zero_spec(x.shape, batch, shape)
     else:
         spec_in = wanted
     return Leaf(
@@ -114,17 +116,18 @@ def make_leaf(
 
 
 def momentum_spec(
-    momentum: jax.sharding.NamedSharding, mesh: MeshShape, ndim: int, path: str
+    momentum: jax.sharding.NamedSharding, mesh: AnyMesh | None, ndim: int, path: str
 ) -> Spec:
     """The spec that a caller gives a momentum.
 
     Raises:
       ValueError: if it is for another mesh than the parameter's, or has too many entries.
     """
-    own = mesh_shape(momentum.mesh)
-    if own != mesh and max(own.num_devices, mesh.num_devices) > 1:
+    sizes = (mesh_shape(momentum.mesh).num_devices, mesh_shape(mesh).num_devices)
+    if max(sizes) > 1 and not same_mesh(mesh, momentum.mesh):
+        own, other = tell_apart(mesh, momentum.mesh)
         raise ValueError(
-            f"momentum_shardings must be on the mesh of the parameters {mesh}, got {own} "
+            f"momentum_shardings must be on the mesh of the parameters, {own}, got {other} "
             f"at {path}"
         )
     return spec_of(momentum.spec, ndim, path)

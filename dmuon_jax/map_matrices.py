@@ -10,6 +10,7 @@ import numpy as np
 from dmuon_jax.apply_plan import apply_plan, cross
 from dmuon_jax.coefficients import JORDAN, resolve_coefficients
 from dmuon_jax.find_plan import PlanFinder
+from dmuon_jax.gram import check_restarts
 from dmuon_jax.matrices import Leaf, oriented
 from dmuon_jax.newton_schulz import PRECONDITIONINGS, orthogonalize_batch
 from dmuon_jax.options import OwnerOptions, owner_options
@@ -123,6 +124,7 @@ def orthogonalize(
     if ns_steps < 1:
         raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
     coefficients = jnp.asarray(resolve_coefficients(ns_coeffs, ns_steps))
+    check_restarts(restarts, len(coefficients) if coefficients.ndim == 2 else ns_steps)
 
     def fn(x, exponent, bucket, coefficients):
         return orthogonalize_batch(

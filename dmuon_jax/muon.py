@@ -15,7 +15,14 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import Router
 from dmuon_jax.scaling import scale_by_matrix_shape
-from dmuon_jax.shardings import find_mesh, finish_sum, given_shardings, see
+from dmuon_jax.shardings import (
+    Seen,
+    find_mesh,
+    finish_sum,
+    given_shardings,
+    lookup,
+    see,
+)
 from dmuon_jax.transform import check_flag, check_number, scale_by_dmuon, update_dtypes
 from dmuon_jax.tree_checks import check_arrays, check_update
 
@@ -118,11 +125,13 @@ def dmuon(
       owner_axes: mesh axes over which owners are spread; along the others the iteration is
         repeated. None: all. "auto": the choice whose iterations and exchange take least
         time, a plan for each being made; the plan lists the others.
-      max_wave_bytes: limit on the whole matrices (in float32) that a device holds at a
-        time; leaves are then worked through in waves, two at most under way. None: no
+      max_wave_bytes: limit on the slots of a wave, EMPTY ones included, in bytes of
+        float32; leaves are then worked through in waves, two at most under way. None: no
         limit.
-      max_owner_bytes: limit on the matrices that an owner gets, of all waves together, in
-        bytes of the exchange dtype; plans above it are not made. None: no limit.
+      max_owner_bytes: limit on an owner's slots, of all waves together, in bytes of the
+        exchange dtype. Every device allocates the slots of all groups, as many as the
+        busiest owner of each needs, so EMPTY ones count. Plans above it are not made, given
+        ones refused. None: no limit.
       costs: what owners' work takes: "measured" on this device (by ``measure_costs``; on
         several processes the first one measures and all use its table), "roofline" of the
         kind of device, ``Measured(cache=..., budget_s=...)``, a table from
@@ -147,7 +156,8 @@ def dmuon(
       ValueError: wrong values; at ``init``: leaves that cannot be matrices, unknown
         shardings on a mesh, given ones that contradict the arrays' or are for no leaf, a
         plan made for something else.
-      TypeError: arguments of a wrong kind; at ``update``: a schedule that gives no number.
+      TypeError: arguments of a wrong kind; at ``update``: a schedule that gives no number,
+        gradients of whole numbers for matrices.
     """
     ns_coeffs = resolve_coefficients(ns_coeffs, ns_steps)
     check_number("adam_b1", adam_b1, low=0.0, below=1.0)
@@ -268,8 +278,13 @@ def on_mesh(
     def init_fn(params):
         check_arrays("params", params)
         state = tx.init(params)
-        mesh = find_mesh({path: see(x, path) for path, x in by_path(params).items()})
-        for sharding in given_shardings(param_shardings).values():
+        given = given_shardings(param_shardings)
+        seen = {path: see(x, path) for path, x in by_path(params).items()}
+        told = {path: lookup(given, path) for path in seen}
+        told = {path: s.mesh for path, s in told.items() if s and s.mesh.size > 1}
+        find_mesh(seen | {path: Seen(mesh, None) for path, mesh in told.items()})
+        mesh = find_mesh(seen)
+        for sharding in given.values():
             mesh = sharding.mesh if mesh is None and sharding.mesh.size > 1 else mesh
         if isinstance(mesh, jax.sharding.Mesh):
             return place_state(state, mesh, params)

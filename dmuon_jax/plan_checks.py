@@ -1,14 +1,17 @@
 """Whether a given plan was made for the tree, mesh and options at hand."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from dmuon_jax.dtypes import dtype_name
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.compare import AUTO
 from dmuon_jax.planning.plan import Plan
+from dmuon_jax.planning.report import ITEMSIZE
 from dmuon_jax.shardings import AnyMesh, Seen, mesh_shape
 from dmuon_jax.split import Dimensions, matrix_axes, pieces_of
 
@@ -37,6 +40,8 @@ def check_fits(
                 f"the plan has shape {leaf.shape}, the tree {shape}, at {path}"
             )
             continue
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            wrong.append(f"the tree has {x.dtype}, no floating point, at {path}")
         axes = matrix_axes(dims[path], len(shape), path)
         if axes != (leaf.reduction_axes, leaf.output_axes):
             wrong.append(f"the plan has other matrix axes than {axes}, at {path}")
@@ -77,5 +82,40 @@ def check_agrees(plan: Plan, options: OwnerOptions) -> None:
         for name, (value, planned) in named.items()
         if value is not None and planned - {value}
     ]
+    wrong += [
+        f"{name}={limit} but the plan's {what} takes {held} bytes"
+        for name, limit, what, held in (
+            ("max_wave_bytes", options.max_wave_bytes, "largest wave", wave_bytes(plan)),
+            ("max_owner_bytes", options.max_owner_bytes, "owner", owner_bytes(plan)),
+        )
+        if limit is not None and held > limit
+    ]
     if wrong:
         raise ValueError("options must agree with plan=: " + "; ".join(wrong))
+
+
+def wave_bytes(plan: Plan) -> int:
+    """What ``max_wave_bytes`` limits: slots of a wave, EMPTY ones included, in float32.
+
+    Waves that bound no memory may all be under way at once, and count as one.
+    """
+    sizes = [4 * math.prod(plan.group_layout(x).parcel_shape) for x in plan.groups]
+    held = [
+        sum(
+            sizes[group] * plan.groups[group].parts[part].slots
+            for buffer in wave
+            for group, part in buffer
+        )
+        for wave in plan.waves
+    ]
+    return max(held) if plan.bounded else sum(held)
+
+
+def owner_bytes(plan: Plan) -> int:
+    """What ``max_owner_bytes`` limits: all slots, EMPTY ones included, as they travel."""
+    return sum(
+        group.slots
+        * math.prod(plan.group_layout(group).parcel_shape)
+        * ITEMSIZE[group.exchange_dtype]
+        for group in plan.groups
+    )

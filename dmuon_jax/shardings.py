@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dmuon_jax.matrices import Axes, MeshShape, Spec
-from dmuon_jax.paths import covers, leaf_name
+from dmuon_jax.paths import covers, leaf_name, name_some
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -114,21 +114,47 @@ def find_mesh(seen: Mapping[str, Seen]) -> AnyMesh | None:
     """The one mesh of all arrays; None if every array lives on one device.
 
     Raises:
-      ValueError: if two arrays lie on different meshes.
+      ValueError: if two arrays lie on different meshes, or on one whose devices are in
+        another order.
     """
-    found: AnyMesh | None = None
-    where = ""
-    for path, item in seen.items():
-        if item.mesh is None:
-            continue
-        if found is None:
-            found, where = item.mesh, path
-        elif mesh_shape(found) != mesh_shape(item.mesh):
+    meshes = [(path, item.mesh) for path, item in seen.items() if item.mesh is not None]
+    if not meshes:
+        return None
+    concrete = [item for item in meshes if isinstance(item[1], jax.sharding.Mesh)]
+    where, first = (concrete or meshes)[0]
+    for path, mesh in meshes:
+        if not same_mesh(first, mesh):
+            one, other = tell_apart(first, mesh)
             raise ValueError(
-                f"all leaves must lie on one mesh, got {mesh_shape(found)} at {where} and "
-                f"{mesh_shape(item.mesh)} at {path}"
+                f"all leaves must lie on one mesh, got {one} at {where} and {other} at {path}"
             )
-    return found
+    return meshes[0][1]
+
+
+def same_mesh(one: AnyMesh | None, other: AnyMesh | None) -> bool:
+    """Whether two meshes have the same axes, and the same devices where both have any."""
+    if one is other:
+        return True
+    if mesh_shape(one) != mesh_shape(other):
+        return False
+    kind = jax.sharding.Mesh
+    if not (isinstance(one, kind) and isinstance(other, kind)):
+        return True
+    return one.devices.tolist() == other.devices.tolist()
+
+
+def tell_apart(one: AnyMesh | None, other: AnyMesh | None) -> tuple[str, str]:
+    """Two meshes in words: axes, and devices where nothing else is different."""
+    shapes = mesh_shape(one), mesh_shape(other)
+    if shapes[0] != shapes[1]:
+        return str(shapes[0]), str(shapes[1])
+
+    def words(mesh: AnyMesh | None) -> str:
+        assert isinstance(mesh, jax.sharding.Mesh)
+        devices = name_some([str(device.id) for device in mesh.devices.flat], 8)
+        return f"{mesh_shape(mesh)} of devices {devices}"
+
+    return words(one), words(other)
 
 
 def mesh_shape(mesh: AnyMesh | None) -> MeshShape:

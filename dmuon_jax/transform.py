@@ -26,6 +26,7 @@ from dmuon_jax.planning.problem import Method
 from dmuon_jax.routing import only_matrices
 from dmuon_jax.shardings import constrain, given_shardings, lookup, partition_spec
 from dmuon_jax.tree_checks import (
+    check_floating,
     check_given,
     check_momentum,
     check_momentum_shapes,
@@ -146,6 +147,7 @@ def scale_by_dmuon(
 
     def update_fn(updates, state, params=None):
         check_momentum(state, by_path(updates))
+        check_floating(by_path(updates))
         found = find(updates if params is None else params)
         treedef = jax.tree.structure(updates)
         check_shapes(by_path(updates), by_path(updates if params is None else params))

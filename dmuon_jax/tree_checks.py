@@ -18,8 +18,10 @@ from dmuon_jax.shardings import (
     lookup,
     mesh_shape,
     partition_spec,
+    same_mesh,
     see,
     spec_of,
+    tell_apart,
 )
 
 
@@ -63,19 +65,23 @@ def check_given(params: Any, **given: Any) -> None:
         shardings = given_shardings(tree)
         if lost := leaves_without(params, list(shardings)):
             wrong.append(f"{name} must be for leaves of params, got {name_some(lost)}")
-        if name != "param_shardings":
-            continue
+        whose = "array" if name == "param_shardings" else "parameters"
         for path, x in by_path(params).items() if shardings else ():
             sharding, own = lookup(shardings, path), see(x, path)
             if sharding is None or own.mesh is None:
                 continue
-            told, shape = mesh_shape(sharding.mesh), mesh_shape(own.mesh)
-            spec = spec_of(sharding.spec, np.ndim(x), path)
-            if told != shape:
+            if not same_mesh(own.mesh, sharding.mesh):
+                one, other = tell_apart(own.mesh, sharding.mesh)
                 wrong.append(
-                    f"{name} must be on the mesh of the array, {shape}, got {told} at {path}"
+                    f"{name} must be on the mesh of the {whose}, {one}, got {other} at "
+                    f"{path}"
                 )
-            elif own.spec is not None and cuts(spec, told) != cuts(own.spec, told):
+                continue
+            if name != "param_shardings":
+                continue
+            told = mesh_shape(own.mesh)
+            spec = spec_of(sharding.spec, np.ndim(x), path)
+            if own.spec is not None and cuts(spec, told) != cuts(own.spec, told):
                 wrong.append(
                     f"{name} must be those of the arrays, got {sharding.spec} for "
                     f"{partition_spec(own.spec)} at {path}"
@@ -138,6 +144,24 @@ def check_momentum(state: Any, grads: Mapping[str, Any]) -> None:
     if not isinstance(state, MuonState):
         raise TypeError(f"state must be a MuonState, got {type(state).__name__}")
     check_same_leaves("the state", by_path(state.mu), "gradient", grads)
+
+
+def check_floating(grads: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` that names every gradient of a matrix that is no floating point.
+
+    Momentum of whole numbers would be taken in them, and be far off or NaN.
+    """
+    kinds = {path: jax.typeof(x).dtype for path, x in grads.items()}
+    wrong = [
+        f"{'float0' if kind == jax.dtypes.float0 else kind} at {path}"
+        for path, kind in kinds.items()
+        if not jnp.issubdtype(kind, jnp.inexact)
+    ]
+    if wrong:
+        raise TypeError(
+            "gradients of matrices that Muon updates must be floating point, got "
+            + name_some(wrong)
+        )
 
 
 def check_momentum_shapes(state: MuonState, grads: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from dmuon_jax import Plan, Split, dmuon, plan_owners
 from dmuon_jax.planning.plan import FORMAT
+from dmuon_jax.planning.report import ITEMSIZE
 from tests import fuzz
 
 CLEAR = (ValueError, TypeError, NotImplementedError)
@@ -231,6 +233,130 @@ def test_plans_with_junk_anywhere_are_refused_or_harmless():
     times = {"exchange_us", "gap", "lower_bound_us", "owner_load_us"}
     words = {"status", "bounded", "padded", "branch_of", "format", "buffer"}
     assert harmless <= times | words | {"spec_in", "spec_out"}
+
+
+def plan_data():
+    """A plan with several groups, parts, members and branches, as JSON data."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    trees = [("w", (16, 8), P("b"), np.float32), ("v", (6, 9), P(), np.float16)]
+    trees += [("u", (3, 8, 4), P(), np.float32), ("c", (8, 4), P("a"), np.complex64)]
+    params = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for name, shape, spec, dtype in trees
+    }
+    rules = {"w": Split(2), "v": Split((4, 5)), "u": Dims(-2, -1), "c": Dims()}
+    options = dict(muon_weight_dimension_numbers=rules)
+    plan = plan_owners(params, owner_axes="auto", **options)
+    assert len(plan.groups) > 2 and plan.alternatives
+    return json.loads(plan.to_json())
+
+
+def at(data, path):
+    for key in path:
+        data = data[key]
+    return data
+
+
+def changed(data, path, value):
+    """A copy of JSON data with another value at ``path``."""
+    copy = json.loads(json.dumps(data))
+    at(copy, path[:-1])[path[-1]] = value
+    return json.dumps(copy)
+
+
+def test_lists_of_a_plan_with_an_entry_too_many_or_too_few():
+    """Each list of a plan in turn loses entries, or has one twice.
+
+    Fault: a list in a plan file lacks an entry, has one twice, or is empty
+    Happens: `Plan.from_json` raises ValueError that says the rule and what was got
+    Kept: nothing has run
+    """
+    data, seen = plan_data(), set()
+    for path in list(places(data))[1:]:
+        old = at(data, path)
+        if not isinstance(old, list):
+            continue
+        name = next(key for key in reversed(path) if isinstance(key, str))
+        for new in ([], old[:-1], old + old[-1:], old + old[:1], old[1:] + old[-1:]):
+            if new == old:
+                continue
+            try:
+                Plan.from_json(changed(data, path, new))
+            except ValueError as error:
+                assert " must " in str(error), (path, new, error)
+            else:
+                seen.add(name)
+    # Specs are compared with the arrays' own, loads and alternatives are only told, and a
+    # branch may be no device's.
+    told = {"owner_load_us", "alternatives", "owner_axes"}
+    assert seen <= {"spec_in", "spec_out", "branches"} | told
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "words"),
+    [
+        ("groups", "leaves", "a group must hold leaves, got none in groups"),
+        ("buckets", "members", "a bucket must have members, got none in buckets"),
+    ],
+)
+def test_a_group_or_bucket_of_nothing_is_named(part, field, words):
+    data = plan_data()
+    for item in data[part]:
+        text = changed(data, (part,), [*data[part], {**item, field: []}])
+        with pytest.raises(ValueError, match=rf"{words}\[{len(data[part])}\]"):
+            Plan.from_json(text)
+
+
+def test_axes_of_a_plan_are_axes_of_its_mesh():
+    data = plan_data()
+    lists = [("owner_axes",), *(("alternatives", i, "owner_axes") for i in range(2))]
+    for path in lists[: 1 + len(data["alternatives"])]:
+        for axes in (["a", "a"], ["a", "b", "a"], ["q"], ["a", "q"], [""], ["A"]):
+            words = r"owner_axes must be distinct axes of \('a', 'b'\), got \('"
+            with pytest.raises(ValueError, match=words):
+                Plan.from_json(changed(data, path, axes))
+
+
+def test_dtypes_of_a_plan_fit_its_leaves():
+    """Complex matrices travel and are iterated as they are, real ones in a real dtype."""
+    data = plan_data()
+    kinds = {"groups": "exchange_dtype", "buckets": "compute_dtype"}
+    for part, name in kinds.items():
+        for number, item in enumerate(data[part]):
+            own = item[name]
+            for dtype in ITEMSIZE:
+                text = changed(data, (part, number, name), dtype)
+                fits = dtype == own if own == "complex64" else "complex" not in dtype
+                if fits:
+                    Plan.from_json(text)
+                    continue
+                words = f"{name} must be .* leaves, got {dtype} (for|in the bucket of)"
+                with pytest.raises(ValueError, match=words):
+                    Plan.from_json(text)
+
+
+def test_what_a_bucket_misses_is_named():
+    data = plan_data()
+    for number, bucket in enumerate(data["buckets"]):
+        members = bucket["members"]
+        for place, member in enumerate(members):
+            name = str((member["group"], member["part"], member["piece"]))
+            rest = members[:place] + members[place + 1 :]
+            lost = {**member, "piece": 77}
+            for new, words in (
+                (rest, f"none of {name}"),
+                ([*members, member], f"more than one of {name}"),
+                ([*rest, lost], f"none of {name} and the unknown {name[:-2]}77)"),
+            ):
+                text = changed(data, ("buckets", number, "members"), new)
+                with pytest.raises(ValueError, match=re.escape(words) + "$"):
+                    Plan.from_json(text)
+
+
+@pytest.mark.parametrize("text", [None, b"{}", bytearray(b"{}"), 3, {}, []], ids=repr)
+def test_only_text_is_json(text):
+    with pytest.raises(TypeError, match=f"must be JSON text, got {type(text).__name__}"):
+        Plan.from_json(text)
 
 
 @pytest.mark.parametrize(

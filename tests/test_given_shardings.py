@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from dmuon_jax import dmuon, map_matrices, orthogonalize, plan_owners, scale_by_dmuon
 
+DIMS = optax.contrib.MuonDimensionNumbers()
+
 
 def mesh8(kind=AxisType.Auto, sizes=(4, 2)):
     devices = np.array(jax.devices()[: sizes[0] * sizes[1]]).reshape(sizes)
@@ -87,6 +89,70 @@ def test_another_mesh_than_the_array_s_is_refused(abstract):
         call = next(readers(params, None, param_shardings=given))
         with pytest.raises(ValueError, match=r"on the mesh of the array, .* at \['v'\]"):
             call()
+
+
+def turned(mesh):
+    """A mesh with the same axes over the same devices in another order."""
+    return Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", ["w", "b", "v"])
+def test_leaves_on_devices_in_another_order_are_refused(kind, name):
+    """Names and sizes of the axes alone do not make a mesh.
+
+    Fault: a parameter lies on a mesh with the others' axes and another order of devices
+    Happens: `init` raises ValueError with both leaves and the devices
+    Kept: nothing has run
+    """
+    spec = {"w": P("fsdp", None), "b": P(), "v": P(None, "data")}
+    host = {"w": jnp.ones((16, 8)), "b": jnp.ones(8), "v": jnp.ones((8, 4))}
+    mesh = mesh8(kind)
+    told = {x: NamedSharding(turned(mesh) if x == name else mesh, spec[x]) for x in host}
+    params = jax.device_put(host, told)
+    both = r"one mesh, got .* of devices \d, .* at \['.'\] and .* of devices \d, .* at \['.'\]"
+    calls = [dmuon(0.1).init, lambda x: dmuon(0.1, param_shardings=told).init(host)]
+    if name != "b":
+        rule = {"muon_weight_dimension_numbers": {"w": DIMS, "b": None, "v": DIMS}}
+        like = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), host, told
+        )
+        calls += [plan_owners, orthogonalize, lambda _: plan_owners(like, **rule)]
+    for call in calls:
+        with pytest.raises(ValueError, match=both) as error:
+            call(params)
+        assert f"['{name}']" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", ["param_shardings", "momentum_shardings"])
+def test_given_shardings_on_devices_in_another_order_are_refused(kind, name):
+    mesh = mesh8(kind)
+    params, _ = trees(mesh)
+    dims = {"layer": {"w": DIMS, "b": None}, "v": DIMS}
+    plan = plan_owners(params, muon_weight_dimension_numbers=dims)
+    wrong = {"layer": {"w": NamedSharding(turned(mesh), P("fsdp", None))}}
+    words = r"on the mesh of the .*of devices 0, .*got .*of devices 6, .* at \['layer'\]\['w'\]"
+    like, _ = trees(mesh, abstract=True)
+    calls = [
+        lambda: dmuon(0.1, muon_weight_dimension_numbers=dims, **{name: wrong}).init(params),
+        lambda: plan_owners(params, muon_weight_dimension_numbers=dims, **{name: wrong}),
+        lambda: plan_owners(like, muon_weight_dimension_numbers=dims, **{name: wrong}),
+        lambda: dmuon(
+            0.1, muon_weight_dimension_numbers=dims, plan=plan, **{name: wrong}
+        ).init(params),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(ValueError, match="mesh must be the one of the arrays.*of devices 6"):
+        plan_owners(params, turned(mesh), muon_weight_dimension_numbers=dims)
+    # Bare arrays lie where they are told to.
+    host = jax.tree.map(np.asarray, params)
+    told = {"param_shardings": trees(mesh)[1], "momentum_shardings": wrong}
+    if name == "momentum_shardings":
+        with pytest.raises(ValueError, match=words):
+            dmuon(0.1, muon_weight_dimension_numbers=dims, **told).init(host)
 
 
 @pytest.mark.parametrize("name", ["param_shardings", "momentum_shardings"])

@@ -561,6 +561,33 @@ def test_wrong_arguments_are_refused_at_construction(arguments, error, words):
         dmuon(0.02, **arguments)
 
 
+@pytest.mark.parametrize("method", [None, "direct", "gram"])
+@pytest.mark.parametrize(
+    ("restarts", "error"),
+    [
+        *[(x, TypeError) for x in ("2", "ab", "", 2, 2.5, True, {2}, {}, np.array([2]))],
+        *[(x, TypeError) for x in ((1.5,), (1.0,), (True,), (None,), ("2",), ((1,),))],
+        *[(x, ValueError) for x in ((0,), (5,), (-1,), (1, 9))],
+    ],
+    ids=str,
+)
+def test_restarts_are_integers_between_two_steps(restarts, error, method):
+    given = {"restarts": restarts, "method": method}
+    for call in (lambda: dmuon(0.02, **given), lambda: orthogonalize(rng_tree(0), **given)):
+        with pytest.raises(error, match=r"restarts must (be None or a tuple of|lie in 1\.\.4)"):
+            call()
+
+
+def test_restarts_of_any_sequence_and_integer_type():
+    params = {"w": jnp.ones((4, 8))}
+    want = None
+    for restarts in ((1, 3), [1, 3], (np.int64(1), np.int32(3)), range(1, 4, 2)):
+        tx = dmuon(0.02, restarts=restarts, method="gram")
+        got, _ = tx.update(params, tx.init(params), params)
+        want = got if want is None else want
+        trees_close(got, want, 0.0)
+
+
 @pytest.mark.parametrize(
     "name", ["learning_rate", "adam_learning_rate", "weight_decay", "adam_weight_decay"]
 )

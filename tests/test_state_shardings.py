@@ -241,7 +241,7 @@ def test_a_momentum_on_another_mesh_than_its_parameter_is_refused():
     params = make_params(mesh)
     other = Mesh(np.array(jax.devices()[:4]), ("data",))
     tx = dmuon(0.02, momentum_shardings=NamedSharding(other, P("data")))
-    words = r"on the mesh of the parameters .*'model'.* at \['cut'\]"
+    words = r"on the mesh of the parameters, .*'model'.* at \['cut'\]"
     with pytest.raises(ValueError, match=words):
         tx.init(params)
     with pytest.raises(ValueError, match="on the mesh of the parameters"):

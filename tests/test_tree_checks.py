@@ -1,5 +1,7 @@
 """Trees that do not belong together are refused in a sentence that names the place."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -143,6 +145,59 @@ def test_the_state_of_other_parameters_is_refused(before, words):
     tx, params = dmuon(0.1), {"w": jnp.ones((16, 8))}
     with pytest.raises(ValueError, match=words):
         tx.update(params, tx.init(before), params)
+
+
+NUMBERS = [np.int8, np.int32, np.uint8, bool, jax.dtypes.float0]
+
+
+def wrong_like(x, dtype):
+    return np.zeros(x.shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=lambda x: np.dtype(x).name)
+def test_gradients_of_whole_numbers_are_refused_for_matrices_only(dtype):
+    """Their momentum would be rounded, or NaN, without a word.
+
+    Fault: the gradient of a matrix that Muon updates has whole numbers
+    Happens: TypeError names its dtype and the leaf, and every other such leaf
+    Kept: nothing has run
+    """
+    params = on_mesh(8) | {"v": on_mesh(8)["layer"]["w"]}
+    own = {"w": wrong_like(params["layer"]["w"], dtype), "bias": jnp.ones(8)}
+    first = params | {"layer": own}
+    both = first | {"v": wrong_like(params["v"], dtype)}
+    words = r"(?m)gradients of matrices .* be floating point, got \w+ at \['layer'\]\['w'\]"
+    for plan in (None, plan_owners(params)):
+        tx = dmuon(0.1, plan=plan)
+        state = tx.init(params)
+        for update in (tx.update, functools.partial(jax.eval_shape, tx.update)):
+            with pytest.raises(TypeError, match=words + "$"):
+                update(first, state, params)
+            with pytest.raises(TypeError, match=words + r", \w+ at \['v'\]$"):
+                update(both, state, params)
+    scale, arrays = scale_by_dmuon(), {"v": jnp.ones((4, 4))}
+    for params in (None, arrays):
+        with pytest.raises(TypeError, match=r"floating point, got \w+ at \['v'\]"):
+            grads = {"v": wrong_like(arrays["v"], dtype)}
+            scale.update(grads, scale.init(arrays), params)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=lambda x: np.dtype(x).name)
+def test_whole_numbers_that_muon_does_not_update_are_left_alone(dtype):
+    params = {"w": jnp.ones((4, 4)), "step": jnp.ones(3, jnp.int32)}
+    grads = params | {"step": wrong_like(params["step"], dtype)}
+    tx = optax.partition(
+        {"muon": scale_by_dmuon(), "rest": optax.identity()}, {"w": "muon", "step": "rest"}
+    )
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["step"] is grads["step"] and np.isfinite(updates["w"]).all()
+
+
+def test_whole_numbers_do_not_fit_a_plan():
+    params = {"w": np.ones((4, 8), np.float32), "v": np.ones((4, 8), np.float16)}
+    plan = plan_owners(params)
+    with pytest.raises(ValueError, match=r"the tree has int32, no floating .* at \['w'\]"):
+        orthogonalize(params | {"w": np.ones((4, 8), np.int32)}, plan=plan)
 
 
 @pytest.mark.parametrize("missing", ["w", "bias"])

@@ -1,5 +1,7 @@
 """``max_wave_bytes``: less memory, same values."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -8,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dmuon_jax import dmuon, plan_owners
+from dmuon_jax.plan_checks import owner_bytes, wave_bytes
 from dmuon_jax.proof import audit
 from tests.layouts import make_mesh
 from tests.references import relative
@@ -102,6 +105,66 @@ def test_a_limit_below_one_leaf_is_refused():
         dmuon(0.1, max_wave_bytes=SHARE - 1).init(params)
     with pytest.raises(ValueError, match="max_wave_bytes must be positive"):
         dmuon(0.1, max_wave_bytes=0)
+
+
+def small_params(sizes):
+    mesh = make_mesh(tuple(zip("xyz", sizes, strict=False)), AxisType.Auto)
+    shapes = [(16, 8)] * 5 + [(8, 24)] * 3 + [(3, 8, 8)]
+    return {
+        f"w{i}": jax.ShapeDtypeStruct(
+            shape, np.float32, sharding=NamedSharding(mesh, P(*(None,) * (len(shape) - 2), "x"))
+        )
+        for i, shape in enumerate(shapes)
+    } | {"c": jax.ShapeDtypeStruct((8, 8), np.complex64, sharding=NamedSharding(mesh, P("x")))}
+
+
+@pytest.mark.parametrize("sizes", [(8,), (4, 2), (1,)], ids=str)
+@pytest.mark.parametrize("name", ["max_wave_bytes", "max_owner_bytes"])
+def test_a_limit_that_the_given_plan_breaks_is_refused(sizes, name):
+    """A limit is kept or refused, never dropped; a plan that was made with it is taken.
+
+    Fault: `plan=` takes more memory than `max_wave_bytes` or `max_owner_bytes` allow
+    Happens: `init` raises ValueError with the limit and what the plan takes
+    Kept: nothing has run
+    """
+    params = small_params(sizes)
+    dims = {p: optax.contrib.MuonDimensionNumbers(-2, -1) for p in params}
+    rule = {"muon_weight_dimension_numbers": dims}
+
+    def init(plan, limit):
+        tx = dmuon(0.1, plan=plan, **{name: limit}, **rule)
+        return jax.eval_shape(tx.init, params)
+
+    held = wave_bytes if name == "max_wave_bytes" else owner_bytes
+    free = plan_owners(params, **rule)
+    for dtype in ("float32", "float16"):
+        for limit in (1500, 3000, held(free) - 1, held(free), 10**6):
+            try:
+                plan = plan_owners(params, **{name: limit}, exchange_dtype=dtype, **rule)
+            except ValueError as error:
+                assert f"{name} must hold" in str(error)
+                continue
+            assert held(plan) <= limit
+            init(plan, limit)
+            init(plan, held(plan))
+            for less in (held(plan) - 1, 1):
+                words = f"{name}={less} but the plan's .* takes {held(plan)} bytes"
+                with pytest.raises(ValueError, match=words):
+                    init(plan, less)
+
+
+def test_what_a_limit_counts():
+    """By hand: 9 matrices on 8 owners are 2 slots of each, whether or not an owner has 2."""
+    mesh = make_mesh((("x", 8),), AxisType.Auto)
+    leaf = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=NamedSharding(mesh, P("x")))
+    params = {f"w{i}": leaf for i in range(9)}
+    plan = plan_owners(params, exchange_dtype="float16")
+    assert (owner_bytes(plan), wave_bytes(plan)) == (2 * 128 * 2, 2 * 128 * 4)
+    waves = plan_owners(params, exchange_dtype="float16", max_wave_bytes=128 * 4)
+    assert (owner_bytes(waves), wave_bytes(waves)) == (2 * 128 * 2, 128 * 4)
+    # What a clock divides to hide exchanges is no bound: its waves overlap.
+    unbound = dataclasses.replace(waves, bounded=False)
+    assert wave_bytes(unbound) == 2 * 128 * 4
 
 
 def test_one_device_works_in_waves_too():

@@ -104,7 +104,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         "--max-owner-mib",
         type=positive,
         metavar="MIB",
-        help="limit on an owner's matrices as they travel; no plan is above it",
+        help="limit on an owner's slots, EMPTY ones too, as they travel; no plan is above it",
     )
 
 

@@ -204,7 +204,8 @@ def build_model(problem: Problem) -> Model:
     if not model.fits(min_slots):
         raise MemoryLimitError(
             f"max_owner_bytes must hold an even spread, which takes "
-            f"{int(min_slots @ model.parcel_bytes)}, got {problem.max_owner_bytes}"
+            f"{int(min_slots @ model.parcel_bytes)} bytes of slots, EMPTY ones included, got "
+            f"{problem.max_owner_bytes}"
         )
     return model
 

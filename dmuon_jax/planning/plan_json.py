@@ -13,8 +13,11 @@ def read_json(text: str) -> Any:
     """What JSON text holds.
 
     Raises:
+      TypeError: if ``text`` is no string.
       ValueError: if it is not JSON, or is nested too deeply.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"a plan must be JSON text, got {type(text).__name__}")
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
