@@ -1,6 +1,7 @@
 """Whether the exchange hides, in train steps compiled for GPUs that are not there."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -46,20 +47,22 @@ def exchange_of(found):
     )
 
 
-def step_of(model, count):
-    """A step with clipping on so many devices."""
+def step_of(model, optimizer="dmuon", **axes):
+    """A step with clipping on a mesh of such axes."""
+    sizes = tuple(axes.values())
+    count = math.prod(sizes)
     try:
         devices = compile_devices("h200", count)
     except NotImplementedError as error:
         pytest.skip(str(error))
-    cluster = Cluster(Mesh(np.array(devices), ("fsdp",)), "h200")
-    return compile_step(model_named(model), cluster, "dmuon", (count, 4096), clip=True)
+    cluster = Cluster(Mesh(np.array(devices).reshape(sizes), tuple(axes)), "h200")
+    return compile_step(model_named(model), cluster, optimizer, (count, 4096), clip=True)
 
 
 @pytest.fixture(scope="module", params=[8, 64], ids=["1x8", "8x8"])
 def step(request):
     """A step of qwen2.5-1.5b: its plan, its audit, its exchange."""
-    step = step_of("qwen2.5-1.5b", request.param)
+    step = step_of("qwen2.5-1.5b", fsdp=request.param)
     found = audit(step.compiled, plan=step.plan, device="h200")
     return step.plan, found, exchange_of(found)
 
@@ -101,9 +104,18 @@ def test_exposed_exchange(step):
     assert exchange.exposed_us <= most * exchange.total_us
 
 
+@pytest.mark.parametrize("model", ["qwen2.5-1.5b", "qwen2.5-7b"])
+def test_owners_within_their_node_hide_the_exchange_on_eight_nodes(model):
+    step = step_of(model, "dmuon-local", data=8, fsdp=8)
+    assert step.plan.owner_axes == ("fsdp",)
+    exchange = exchange_of(audit(step.compiled, plan=step.plan, device="h200"))
+    assert len(exchange.collectives) == step.plan.exchange_bytes.collectives > 0
+    assert exchange.exposed_us <= 0.1 * exchange.total_us
+
+
 def test_clock_of_owners_that_take_turns():
     """Of the larger model's matrices no device computes one of every kind."""
-    step = step_of("qwen2.5-7b", 64)
+    step = step_of("qwen2.5-7b", fsdp=64)
     plan = step.plan
     slowest = audit(step.compiled, device="h200", scope="newton_schulz")
     found = audit(step.compiled, device="h200", scope="newton_schulz", plan=plan)
