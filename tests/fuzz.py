@@ -223,7 +223,7 @@ def round_trip(tree: Tree, exchange_dtype: str | None) -> list[str]:
     wrong = [] if again == plan and hash(again) == hash(plan) else ["plan and its JSON"]
     # Integers below 2^11: float16 holds them, also when divided by a power of two.
     host = [
-        (np.arange(math.prod(case.shape)) % 2039 + i).astype(np.float32)
+        ((np.arange(math.prod(case.shape)) + i) % 2039).astype(np.float32)
         for i, case in enumerate(tree.cases)
     ]
     host = [x.reshape(case.shape) for x, case in zip(host, tree.cases, strict=True)]

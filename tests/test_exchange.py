@@ -61,7 +61,7 @@ def test_owners_see_whole_matrices_and_as_many_bytes_move_as_planned(axes, dtype
     names = {f"['{name}']": name for name in case.params}
     # Integers below 2^11: float16 holds them, also times a power of two.
     host = {
-        name: (np.arange(x.size) % 2039 + i).reshape(x.shape).astype(np.float32)
+        name: ((np.arange(x.size) + i) % 2039).reshape(x.shape).astype(np.float32)
         for i, (name, x) in enumerate(case.params.items())
     }
     arrays, want = [], []
