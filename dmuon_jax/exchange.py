@@ -38,6 +38,12 @@ class Cargo:
     def layout(self) -> Layout:
         return self.leaves[0].layout
 
+    @property
+    def held(self) -> np.ndarray:
+        """Bool, one dimension for each free axis: which owners have parcels of it."""
+        side = self.layout.side("in")
+        return np.reshape(self.counts, sizes(side, self.layout.free)) > 0
+
 
 def to_owners(
     blocks: Sequence[Sequence[jax.Array]], cargos: Sequence[Cargo]
@@ -183,16 +189,14 @@ def row_owners(cargo: Cargo) -> jax.Array:
     """Bool ``[exchanged]``: whether the owner of a row has parcels of ``cargo``."""
     layout, side = cargo.layout, cargo.layout.side("in")
     names = layout.forced_out + layout.free
-    held = np.reshape(cargo.counts, sizes(side, layout.free)) > 0
-    x = jnp.asarray(np.broadcast_to(held, sizes(side, names)))
+    x = jnp.asarray(np.broadcast_to(cargo.held, sizes(side, names)))
     return take_own(reorder(x, names, side.sliced + side.exchanged), side.sliced, side)
 
 
 def owned_here(cargo: Cargo) -> jax.Array:
     """Whether this device has parcels of ``cargo``."""
-    layout, side = cargo.layout, cargo.layout.side("in")
-    held = np.reshape(cargo.counts, sizes(side, layout.free)) > 0
-    return take_own(jnp.asarray(held), layout.free, side)
+    layout = cargo.layout
+    return take_own(jnp.asarray(cargo.held), layout.free, layout.side("in"))
 
 
 def take_own(x: jax.Array, names: Axes, side: Side) -> jax.Array:

@@ -184,8 +184,7 @@ def random_owners(problem: Problem, **how: object) -> Solution:
 def as_they_come(problem: Problem, solution: Solution, routes: Sequence[Route]):
     """In the place of ``share_buffers``: owners stay where they are."""
     counts = tuple(np.array(row, np.int64) for row in solution.counts)
-    sharing = Sharing(build_model(problem), (), tuple(routes), counts)
-    return solution.counts, sharing.buffers()
+    return Sharing(build_model(problem), (), tuple(routes), counts)
 
 
 @contextlib.contextmanager

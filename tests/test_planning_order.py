@@ -23,6 +23,7 @@ from dmuon_jax.planning.plan import Plan
 from dmuon_jax.proof import audit
 from dmuon_jax.scales import restored
 from tests.layouts import make_mesh
+from tests.planning_cases import compositions
 from tests.references import relative
 
 RATES = Rates(start_us=10.0, memory_bandwidth=1e6)
@@ -79,21 +80,11 @@ def clock_of(seed):
     return Clock(loads, cost, tuple((s, "direct") for s in shapes), RATES)
 
 
-def spreads(slots, waves):
-    """All ways to divide slots among waves."""
-    if waves == 1:
-        yield (slots,)
-        return
-    for first in range(slots + 1):
-        for rest in spreads(slots - first, waves - 1):
-            yield (first, *rest)
-
-
 def least_us(clock, most):
     """The best of all schedules with at most `most` waves."""
     totals = []
     for count in range(1, most + 1):
-        ways = [list(spreads(load.slots, count)) for load in clock.loads]
+        ways = [list(compositions(load.slots, count)) for load in clock.loads]
         for chosen in itertools.product(*ways):
             waves = [
                 {g: row[w] for g, row in enumerate(chosen) if row[w]}

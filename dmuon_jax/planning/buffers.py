@@ -8,6 +8,7 @@ busiest owner's.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -56,11 +57,12 @@ class Sharing:
     routes: tuple[Route, ...]
     counts: Counts
 
-    @property
+    @functools.cached_property
     def rows(self) -> np.ndarray:
         """int64 [tasks]: ticks that all slots of a task take on the link, both ways."""
         return self.model.slots(self.counts) * self.model.slot_ticks
 
+    @functools.cached_property
     def buffers(self) -> list[int]:
         """The buffer of each task: the longest first, each to the first that it fits."""
         held: list[tuple[Route, np.ndarray]] = []
@@ -82,7 +84,7 @@ class Sharing:
     def objective(self) -> int:
         """Makespan plus the time of all buffers, in ticks."""
         longest: dict[int, int] = {}
-        for row, buffer in zip(self.rows.tolist(), self.buffers(), strict=True):
+        for row, buffer in zip(self.rows.tolist(), self.buffers, strict=True):
             longest[buffer] = max(row, longest.get(buffer, 0))
         return self.model.makespan(self.counts, self.table) + sum(longest.values())
 
@@ -94,9 +96,8 @@ class Sharing:
     def moved(self, task: int) -> Iterator["Sharing"]:
         """Copies in which ``task`` has left the owners of another buffer's tasks."""
         num = int(self.model.num_parcels[task])
-        buffers = self.buffers()
-        for buffer in sorted(set(buffers)):
-            others = [i for i, b in enumerate(buffers) if b == buffer and i != task]
+        for buffer in sorted(set(self.buffers)):
+            others = [i for i, b in enumerate(self.buffers) if b == buffer and i != task]
             if not others or self.routes[others[0]] != self.routes[task]:
                 continue
             free = ~np.any([self.counts[i] > 0 for i in others], axis=0)
@@ -128,8 +129,8 @@ class Sharing:
 
 def share_buffers(
     problem: Problem, solution: Solution, routes: Sequence[Route]
-) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-    """Counts, moved where buffers become shorter by it, and the buffer of each task.
+) -> Sharing:
+    """The tasks of ``solution`` in buffers, moved where those become shorter by it.
 
     Args:
       problem: what was planned.
@@ -155,7 +156,7 @@ def share_buffers(
                 best, least = trial, objective
     if best.counts is not counts:
         best = dataclasses.replace(best, counts=owners_sorted(model, best.counts))
-    return tuple(tuple(row.tolist()) for row in best.counts), best.buffers()
+    return best
 
 
 def exchange_us(problem: Problem, groups: Sequence[Group]) -> float:
@@ -169,12 +170,15 @@ def exchange_us(problem: Problem, groups: Sequence[Group]) -> float:
     return sum(longest.values())
 
 
-def shared_bound_us(problem: Problem) -> float:
+def shared_bound_us(problem: Problem, model: Model) -> float:
     """What no plan's makespan and exchange take less than, whatever groups share buffers.
 
     Rows are at least as long as an owner's mean, and as the longest slot.
+
+    Args:
+      problem: what is planned.
+      model: the same in integers.
     """
-    model = build_model(problem)
     alone = dataclasses.replace(model, slot_ticks=np.zeros_like(model.slot_ticks))
     slot_us = [problem.slot_us(t) if t.num_parcels else 0.0 for t in problem.tasks]
     mean_us = math.fsum(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dmuon_jax.layout import Layout, LeafLayout, leaf_layout
 from dmuon_jax.matrices import Axes, Leaf, MeshShape, oriented
 from dmuon_jax.planning.buffers import (
+    Sharing,
     exchange_us,
     route,
     share_buffers,
@@ -100,31 +101,20 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         task(layouts, indices, dtype, number)
         for number, (indices, dtype) in enumerate(zip(members, dtypes, strict=True))
     )
-    problem = Problem(
-        mesh=tuple(zip(mesh.names, mesh.sizes, strict=True)),
-        tasks=tasks,
-        cost=settings.cost,
-        methods=allowed_methods(settings),
-        bandwidths=settings.bandwidths,
-        pad_below_us=MIN_BRANCH_US[settings.platform],
-        max_branches=MAX_BRANCHES,
-        max_owner_bytes=owner_limit(
-            tasks, mesh, settings.max_wave_bytes, settings.max_owner_bytes
-        ),
-    )
+    problem = problem_of(tasks, mesh, settings)
     # Waves of limited size leave no choice but who takes what an even spread leaves over.
     solver: Solver = "milp" if settings.max_wave_bytes is None else "greedy"
     solution = solve(problem, solver=solver, limits=Limits(gap_us=NEAR_US[settings.platform]))
     group_layouts = [layouts[indices[0]] for indices in members]
-    counts, buffers = share_buffers(
+    sharing = share_buffers(
         problem,
         solution,
         [(wave, route(layout, d)) for (wave, layout), d in zip(keys, dtypes, strict=True)],
     )
     groups = tuple(
-        Group(tuple(indices), dtype, row, (Part(max(row), wave),), buffer)
+        Group(tuple(indices), dtype, tuple(row.tolist()), (Part(int(max(row)), wave),), buffer)
         for (wave, _), indices, dtype, row, buffer in zip(
-            keys, members, dtypes, counts, buffers, strict=True
+            keys, members, dtypes, sharing.counts, sharing.buffers, strict=True
         )
     )
     bounded = max(waves, default=0) > 0
@@ -138,14 +128,7 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
     loads_us = owner_loads(mesh, groups, group_layouts, buckets, settings.cost)
     moving_us = exchange_us(problem, groups)
     total_us = max(loads_us, default=0.0) + moving_us
-    bound_us, status = solution.lower_bound_us, solution.status
-    if len(set(buffers)) < len(buffers):
-        bound_us = min(bound_us, shared_bound_us(problem))
-        saved_us = max(solution.objective_us - total_us, 0.0)
-        status = (
-            f"With a buffer for each group, {status[0].lower()}{status[1:-1]}; sharing "
-            f"buffers saves {saved_us / 1e3:.3f} ms."
-        )
+    bound_us, status = judged(problem, solution, sharing, total_us)
     return Plan(
         mesh=mesh,
         owner_axes=settings.owner_axes,
@@ -159,6 +142,36 @@ def make_plan(leaves: Sequence[Leaf], mesh: MeshShape, settings: Settings) -> Pl
         status=status,
         costs=source_of(settings.cost),
         bounded=bounded,
+    )
+
+
+def problem_of(tasks: tuple[Task, ...], mesh: MeshShape, settings: Settings) -> Problem:
+    """What the planner is asked."""
+    return Problem(
+        mesh=tuple(zip(mesh.names, mesh.sizes, strict=True)),
+        tasks=tasks,
+        cost=settings.cost,
+        methods=allowed_methods(settings),
+        bandwidths=settings.bandwidths,
+        pad_below_us=MIN_BRANCH_US[settings.platform],
+        max_branches=MAX_BRANCHES,
+        max_owner_bytes=owner_limit(
+            tasks, mesh, settings.max_wave_bytes, settings.max_owner_bytes
+        ),
+    )
+
+
+def judged(
+    problem: Problem, solution: Solution, sharing: Sharing, total_us: float
+) -> tuple[float, str]:
+    """A bound on makespan plus exchange, and how a plan that takes ``total_us`` was found."""
+    bound_us, status = solution.lower_bound_us, solution.status
+    if len(set(sharing.buffers)) == len(sharing.buffers):
+        return bound_us, status
+    saved_us = max(solution.objective_us - total_us, 0.0)
+    return min(bound_us, shared_bound_us(problem, sharing.model)), (
+        f"With a buffer for each group, {status[0].lower()}{status[1:-1]}; sharing "
+        f"buffers saves {saved_us / 1e3:.3f} ms."
     )
 
 
