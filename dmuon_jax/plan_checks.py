@@ -10,6 +10,7 @@ import numpy as np
 from dmuon_jax.dtypes import dtype_name
 from dmuon_jax.options import OwnerOptions
 from dmuon_jax.planning.compare import AUTO
+from dmuon_jax.planning.estimate import held_by_wave
 from dmuon_jax.planning.plan import Plan
 from dmuon_jax.planning.report import ITEMSIZE
 from dmuon_jax.shardings import AnyMesh, Seen, mesh_shape
@@ -95,19 +96,11 @@ def check_agrees(plan: Plan, options: OwnerOptions) -> None:
 
 
 def wave_bytes(plan: Plan) -> int:
-    """What ``max_wave_bytes`` limits: slots of a wave, EMPTY ones included, in float32.
+    """What ``max_wave_bytes`` limits: the slots of a wave.
 
     Waves that bound no memory may all be under way at once, and count as one.
     """
-    sizes = [4 * math.prod(plan.group_layout(x).parcel_shape) for x in plan.groups]
-    held = [
-        sum(
-            sizes[group] * plan.groups[group].parts[part].slots
-            for buffer in wave
-            for group, part in buffer
-        )
-        for wave in plan.waves
-    ]
+    held = held_by_wave(plan)
     return max(held) if plan.bounded else sum(held)
 
 

@@ -80,11 +80,17 @@ def estimate(plan: Plan, device: Device) -> Estimate:
 
 def whole_bytes(plan: Plan) -> int:
     """float32 bytes of an owner's slots; with waves, of two that follow one another."""
+    held = held_by_wave(plan)
+    if len(held) == 1:
+        return held[0]
+    return max(sum(pair) for pair in itertools.pairwise(held))
+
+
+def held_by_wave(plan: Plan) -> list[int]:
+    """float32 bytes of the slots of each wave on an owner, EMPTY ones included."""
     held = [0] * plan.num_waves
     for group in plan.groups:
         parcel = math.prod(plan.group_layout(group).parcel_shape)
         for part in group.parts:
             held[part.wave] += 4 * part.slots * parcel
-    if len(held) == 1:
-        return held[0]
-    return max(sum(pair) for pair in itertools.pairwise(held))
+    return held
